@@ -137,7 +137,7 @@ class TowerTopology:
 
     @property
     def one_replica(self) -> TowerTopology:
-        """The topology of the ranks of one replica as a single tower, on hosts with equal numbers of ranks."""
+        """The topology of the ranks of one replica as a single tower, cut into hosts of equal numbers of ranks."""
         ranks = self.sharding_groups()[0]
         # With "intra_host" placement hosts may hold unequal parts of a replica; they are cut into equal ones.
         on_host = math.gcd(*Counter(map(self.host, ranks)).values())
@@ -182,7 +182,7 @@ class TowerTopology:
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:
-        """Returns the fraction of all pairs of ranks within a group that are on different hosts; 0 without pairs."""
+        """Returns the fraction of the pairs of ranks in the same group that span two hosts; 0 without pairs."""
         pairs = across = 0
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)

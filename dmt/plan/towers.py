@@ -69,7 +69,7 @@ class TowerPlan:
     """Number of columns of each shard, by feature, for tables cut across towers. The towers then list the shards, as
     ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
     command: str = ""
-    """The command that made the plan."""
+    """The ``dmt`` command that made the plan; empty if none did."""
 
     def __post_init__(self) -> None:
         if not self.towers:
@@ -114,7 +114,7 @@ class TowerPlan:
         """Makes the naive balanced assignment of DMT section 5.2.3: feature i goes to tower i mod T.
 
         Raises:
-            InputError: ``num_towers`` is not between 1 and the number of features.
+            InputError: ``num_towers`` is not between 1 and the number of features, or a feature occurs twice.
         """
         if not 1 <= num_towers <= len(features):
             raise InputError(f"num_towers={num_towers} must lie between 1 and the number of features, {len(features)}.")

@@ -108,7 +108,7 @@ class TowerShardingPlan:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the plan as a JSON object."""
+        """Returns the plan, with its format version and `imbalance`, as a JSON object."""
         return {"format": SHARDING_FORMAT, "imbalance": self.imbalance, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:

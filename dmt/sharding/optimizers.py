@@ -58,8 +58,8 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cpu_table: Any = None) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
 
-    ``names_only`` does not check whether the optimizer uses each setting: a table may have an optimizer of its own that
-    does. ``cpu_table`` is the table if it is on a CPU, where the kernels ignore more settings; else None.
+    ``names_only`` omits the check that the optimizer uses each setting, since single tables may have other optimizers.
+    ``cpu_table`` is the table if it is on a CPU, where the kernels ignore more settings; else None.
 
     Example:
         >>> kernel_obstacle({"betas": (0.8, 0.99)})

@@ -89,7 +89,7 @@ class TowerShardingPlanner:
 
         Args:
             model: the unsharded model.
-            sharders: `TowerCollectionSharder` or `SPTTEmbeddingBagCollectionSharder`, and TorchRec's for other modules.
+            sharders: those of dmt, at least one, such as `TowerCollectionSharder`, and TorchRec's for other modules.
 
         Returns:
             TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``. Its ranks are local

@@ -84,7 +84,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns for each part an awaitable of [samples, S + N]: S columns of all towers, then N of tables outside."""
+        """Returns for each part an awaitable of [samples, columns]: those of all towers, then those outside them."""
         arriving = super().columns(ctx, exchanges)
         if self._outside is None:
             return arriving

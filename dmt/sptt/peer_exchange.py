@@ -54,7 +54,7 @@ class Pending(LazyAwaitable[Any]):
 
     @property
     def _result(self) -> Any:
-        """The result, None before its first use; TorchRec reads it at each use."""
+        """The result, None before its first use; TorchRec reads it at each use. No autograd function may read it."""
         if self._has_gradients and not is_fwd_grad_enabled():
             raise InputError(
                 "The result of a sharded module, still in flight, was passed to a torch.autograd.Function (such as a "

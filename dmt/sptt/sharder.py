@@ -58,7 +58,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
         id_route: route of the ids, ``"peer"`` or ``"global"`` (`dmt.sptt.id_routes`); results are the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends numbers unchanged.
-        moment_scale: factor c of AdaGrad's moments (`dmt.sharding.optimizers`), in (0, R replicas]; by default R.
+        moment_scale: factor c of AdaGrad's moments (`dmt.sharding.optimizers`), up to the number of replicas (default).
             Pass learning rate and epsilon unscaled in ``fused_params``: the sharder scales those of the kernels.
         unique: True: samples with equal inputs share what is sent, looked up and returned (`dmt.sptt.unique`).
 

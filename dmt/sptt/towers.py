@@ -73,7 +73,7 @@ class ShardedTowerCollection(SPTTModule):
         self._trained = [(parameter, parameter.requires_grad) for parameter in self.interactions.parameters()]
 
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
-        """Computes the outputs of this rank's towers side by side, in logical order: [P, O]."""
+        """Returns the outputs of this rank's towers side by side, in logical order: [P, O]; refuses other shapes."""
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Padding reaches no tower module: a batch norm would count it, and the norm of zeros has no gradient. Keys are
         # in the order of the tables, so that a tower module may also read embeddings by position.

@@ -2,7 +2,7 @@
 
 Popular items, and users with many samples, make inputs repeat in a batch. A *group* of features is one feature for a
 flat model in the SPTT dataflow, and all features of a tower for a model of towers. Samples with equal inputs of a group
-share a row, and the exchange between hosts carries rows instead of samples:
+share a row, and the exchange between hosts carries rows instead of samples (steps as in `dmt.sptt.dataflow`):
 
 ====== ==========================================================================================================
 ids    only the distinct inputs of each group (`distinct_inputs`)
