@@ -192,7 +192,7 @@ def _check_use(setting: str, name: str, type_: pa.DataType, number: int, place: 
 
 
 def kind_of(type_: pa.DataType) -> Kind:
-    """Returns what a column of an Arrow type holds; ``"list"`` for lists of text or numbers."""
+    """Returns what an Arrow type holds: ``"list"`` for lists of text or numbers, ``"other"`` if no setting takes it."""
     if pa.types.is_dictionary(type_):
         return kind_of(type_.value_type)
     if any(is_list(type_) for is_list in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):

@@ -112,7 +112,7 @@ class DataConfig(Section):
     max_length: int | None = Field(default=None, ge=1, le=2**20)
     """Maximum length of a sequence; longer ones keep their last ids. By default, over 1,000 ids are invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Number of training rows in a window. Each epoch shuffles rows anew, within windows only; 0 shuffles no rows."""
+    """Number of training rows (of files) in a window. Each epoch shuffles rows within windows; 0 shuffles none."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
@@ -171,7 +171,7 @@ class DataConfig(Section):
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
-    """Returns settings to read ``path``, a prepared folder or raw files with ``config``'s columns; not validated.
+    """Returns unvalidated settings to read ``path``, a prepared folder or raw files with the columns of ``config``.
 
     Raises:
         InputError: ``config`` has synthetic rows.

@@ -31,7 +31,7 @@ SourceState = tuple[int, str]
 
 
 class SourceRows:
-    """Rows that the function ``data.source`` yields, as prepared rows. The constructor reads the first batch.
+    """Rows that the function ``data.source`` yields, as prepared rows. The constructor calls it for a first batch.
 
     Args:
         config: section ``data`` of the run's configuration, with a ``source``.

@@ -220,7 +220,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
     Args:
         model: the model, on the CPU.
         num_dense: D, the number of dense columns.
-        features: names of the features.
+        features: names of the features, as ``model`` has them.
 
     Raises:
         InputError: the model does not return a tensor [B, 1] or [B], a feature has a quotation mark in its name, or
