@@ -64,8 +64,7 @@ class FeatureAffinity:
     Raises:
         InputError: ``matrix`` or ``errors`` is not [F, F], finite, symmetric and in range (the last two up to
             rounding); the message names the worst pair of features. Or a name is empty or repeated, the measure is
-            unknown, tables or triples have other features, or ``pooling_factors`` are not F finite numbers of at least
-            0.
+            unknown, tables or triples have other features, or ``pooling_factors`` are not F finite numbers >= 0.
 
     Example:
         >>> matrix = [[1.0, 0.8, 0.1], [0.8, 1.0, 0.2], [0.1, 0.2, 1.0]]
@@ -90,7 +89,7 @@ class FeatureAffinity:
     loss: float | None = None
     """Held-out log loss of the additive model of `collect_interactions`, in nats per row; None if unknown."""
     tables: tuple[TableSpec, ...] = ()
-    """Tables of the features, as `TableSpec` or TorchRec ``EmbeddingBagConfig``; empty if unknown."""
+    """Tables of the features, as TorchRec ``EmbeddingBagConfig`` or `TableSpec`, kept as `TableSpec`; () if unknown."""
     pooling_factors: tuple[float, ...] | None = None
     """Mean number of ids per sample of each feature, in the order of ``features``; None if unknown."""
     notes: tuple[str, ...] = ()
@@ -189,7 +188,7 @@ class FeatureAffinity:
                 read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits, from 0 to 2^32 - 1.
-            max_rows: most rows to read, at least 1,000. Pairs of hundreds of features use fewer: 15 minutes at most.
+            max_rows: most rows to read, at least 1,000. Pairs of hundreds of features use fewer, to take 15 minutes.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,
@@ -209,7 +208,7 @@ class FeatureAffinity:
         return gains
 
     def strongest(self, count: int) -> list[Interaction]:
-        """Returns the ``count`` pairs and triples with the largest gains beyond the measuring error, largest first."""
+        """Returns at most ``count`` pairs and triples: the largest gains beyond the measuring error, largest first."""
         first, second = np.triu_indices(self.num_features, k=1)
         gains = self.significant()[first, second]
         order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]
@@ -358,7 +357,7 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
         raise InputError(f"FeatureAffinity: {name} must be numbers of shape [{size}, {size}]: {error}.") from error
     if not fits:
         raise InputError(
-            f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; it must be real numbers of shape "
+            f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; give real numbers of shape "
             f"[{size}, {size}], one row and one column for each feature."
         )
     given = given.astype(np.float64)
@@ -386,7 +385,7 @@ def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableS
     """Returns the tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`; empty if there are none.
 
     Raises:
-        InputError: a feature of the tables is not among ``features``, or the other way round.
+        InputError: a feature of the tables is not among ``features`` or the other way round, or tables share a feature.
     """
     specs = table_specs(tables)
     places = {"tables": dict.fromkeys(feature_names(specs)), "affinity": dict.fromkeys(features)}

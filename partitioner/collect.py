@@ -5,8 +5,7 @@ Legend: F features, N embedding dim, B samples of a batch.
 The result is I = abs(mean over samples of R R^T) (arXiv 2403.00877, section 3.3), where R is the [F, N] matrix of one
 sample's pooled embeddings, each scaled to length 1. **Absent features**: the embedding of an empty bag is zero and
 stays zero, and its sample still counts in the mean. So a pair that seldom occurs together has a low affinity, and
-I(i, i) is the share of samples in which the embedding of feature i is not zero. **Sequences** are pooled: the vector
-of a history is the sum of the embeddings of its items.
+I(i, i) is the share of samples in which the embedding of feature i is not zero. Items of **sequences** are summed.
 
 **On several ranks** each rank sums over its samples, and the sums are added at the end. A lookup in a sharded model is
 a collective, so before the first lookup the ranks check that they agree on collections and batches.
@@ -65,7 +64,10 @@ def collect_affinity(
         )
     if len(forms[0][2]) > 1:  # TorchRec's sharded collections assume the keys of the first batch, in its order
         two = " and ".join(str(form)[:200] for form in forms[0][2][:2])
-        raise InputError(f"{_WHERE}: batches of the group differ in (keys, has weights): {two}. Make them all alike.")
+        raise InputError(
+            f"{_WHERE}: batches of the group differ in (keys, has weights): {two}. Give all batches the same keys in "
+            "the same order, and give weights to all of them or to none."
+        )
     # If a bad id makes one rank raise, all must raise: the others would wait for its sums.
     run_on_all_or_raise(lambda: prepared.append(_sum(*prepared)), process_group)
     collections, _, measured = prepared

@@ -43,8 +43,7 @@ MOST_CELLS = 2**22
 # Limits on rows times pairs (10 to 15 minutes of one core) and rows times triples (a minute). More features use fewer
 # rows; triples are left out if they would use fewer than the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
-# Rounds of steps for all pairs before triples are measured: what a single round leaves of a strong pair would show in
-# every triple that contains the pair.
+# Rounds of steps for all pairs before triples are measured: what one round leaves of a pair would show in its triples.
 _PAIR_ROUNDS = 3
 
 
@@ -94,7 +93,7 @@ def _constant_notes(rows: ReadRows) -> list[str]:
     shown = ", ".join(map(repr, silent[:5])) + (" ..." if len(silent) > 5 else "")
     return [
         f"{len(silent)} of {len(rows.features)} features are constant, or each of their values occurs once ({shown}): "
-        "no interaction can be measured, so they are placed where there is room."
+        "their interactions cannot be measured, so they are placed where there is room."
     ]
 
 
@@ -200,14 +199,14 @@ class AdditiveFit:
 def gains_of(
     columns: Sequence[Column], groups: NDArray[np.int64], fit: AdditiveFit, *, title: str = ""
 ) -> tuple[Floats, Floats]:
-    """Measures gains of groups of features: how much one step for each cell lowers the held-out log loss.
+    """Measures, for each group of features, by how much one Newton step per cell lowers the held-out log loss.
 
-    ``groups`` [P, 1 to 3] are indices into ``columns``. A row with bags has all combinations of their values, in equal
-    shares. With a ``title``, a terminal shows a progress bar.
+    ``groups`` [P, 1 to 3] are indices into ``columns``; steps start from the predictions of ``fit``. A row with bags
+    is in the cells of all combinations of their values, in equal shares. With a ``title``, a terminal shows a bar.
 
     Returns:
-        [P] gains in nats per held-out row, and their standard errors, the larger of the error that the gains show and
-        the one that the additive model expects of labels without interactions. Noise may make gains negative.
+        [P] gains in nats per held-out row, which noise may make negative, and their [P] standard errors: computed from
+        the spread of the gains over the rows, but at least the error to be expected if the features did not interact.
     """
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
     before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]

@@ -66,7 +66,7 @@ class Comparison:
     between: float | None
     """Mean affinity of pairs in different towers of this plan, or the share of gains that is not inside towers."""
     within_strided: float | None
-    """Inside as many strided towers (paper, section 5.2.3), which ignore all rules."""
+    """Inside as many strided towers (`TowerPlan.strided`; paper, section 5.2.3), which ignore all rules."""
     within_random: float | None
     """Mean of ``within`` over random assignments of the same blocks under the same rules and limits."""
     std_random: float | None
@@ -84,7 +84,7 @@ class Partition:
     points: NDArray[np.float64]
     """[F, 2] float64 coordinates in the order of ``affinity.features``; zeros for interactions, which have none."""
     normalized_stress: float
-    """``sqrt(stress / sum of squared wanted distances)`` of the points: 0 is perfect, above 0.2 is poor."""
+    """``sqrt(stress / sum of squared wanted distances)``: 0 is perfect, above 0.2 is poor; 0 for interactions."""
     loads: tuple[TowerContents, ...]
     """The load of each tower, in the plan's order."""
     comparison: Comparison
@@ -113,7 +113,7 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 
 
 def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:
-    """Compares a plan with strided towers (DMT paper, section 5.2.3) and with ``random`` ones, given by feature.
+    """Compares a plan with strided towers and with ``random`` assignments, which map each feature to a tower's number.
 
     Raises:
         InputError: plan and affinity have different features.

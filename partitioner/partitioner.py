@@ -59,9 +59,9 @@ class TowerPartitioner:
     """T, the number of towers."""
     strategy: Strategy = "auto"
     """For cosines, ``"coherent"`` groups similar features and ``"diverse"`` dissimilar ones; in the paper, either may
-    train better. For interactions, ``"together"`` keeps as much as possible inside towers, for tower modules that keep
-    interactions (cross layers), and ``"apart"`` as little, for linear tower modules. ``"auto"`` is coherent for
-    cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
+    train better. For interactions, ``"together"`` keeps as much of them as possible inside towers, for tower modules
+    that keep interactions (cross layers), and ``"apart"`` as little, for linear tower modules. ``"auto"`` is coherent
+    for cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
     keeps_interactions: bool = True
     """For ``"auto"``: whether the tower modules return products of features, as their class says by this attribute."""
     balance_ratio: Annotated[float, Field(strict=True, ge=1)] = 1.0

@@ -54,7 +54,7 @@ class Blocks:
         return total / np.outer(sizes, sizes)
 
     def costs(self, affinity: FeatureAffinity, sign: float) -> Costs:
-        """Returns the gains of pairs and triples of blocks, times ``sign``, as costs."""
+        """Returns as costs the gains of pairs and triples of blocks times ``sign``, -1 to keep them inside towers."""
         pairs = sign * self.matrix(affinity.significant(), affinity.features)
         np.fill_diagonal(pairs, 0.0)
         block_of = {name: i for i, names in enumerate(self.names) for name in names}
@@ -106,7 +106,7 @@ def prepare(
     if not measure.tables and is_limited:
         raise InputError(
             "TowerPartitioner: max_work_ratio and max_tower_bytes need the tables, but the affinity has none. Give "
-            "tables=, or collect the affinity again."
+            "tables=, or an affinity with tables."
         )
     blocks = make_blocks(measure, rules)
     max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * blocks.loads[1].sum() / num_towers

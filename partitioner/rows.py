@@ -97,7 +97,7 @@ class _Part:
 
 
 def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
-    """Reads batches until they end or ``max_rows`` rows are kept, or fewer if rows times columns reach `MOST_KEPT`.
+    """Reads batches until they end, ``max_rows`` rows are kept, or rows times columns reach `MOST_KEPT`.
 
     Raises:
         InputError: a batch lacks a field, has a wrong shape or other columns than the first, a label is not 0 or 1, or
@@ -187,8 +187,8 @@ def _bags(index: int, sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[
     for name, values in ids.items():
         if values.shape != (num_rows,) or values.dtype.kind not in "iu":
             raise InputError(
-                f"{WHERE}: in batch {index}, feature {name!r} is {values.dtype} of shape {list(values.shape)}; it must "
-                f"be integers of shape [{num_rows}], one for each label."
+                f"{WHERE}: in batch {index}, feature {name!r} is {values.dtype} of shape {list(values.shape)}; give "
+                f"integers of shape [{num_rows}], one for each label."
             )
     return {name: (np.ones(num_rows, np.int64), values) for name, values in ids.items()}
 

@@ -140,8 +140,8 @@ def search_towers(
 def even_start(bounds: Bounds, num_towers: int) -> Labels:
     """Assigns blocks by load, not cost, the largest first, each to the tower that it leaves least full: [P] labels.
 
-    A tower is as full as its largest share of a resource; one with a block that must be apart comes last. No tower
-    stays empty if there are at least as many blocks as towers.
+    A tower is as full as its largest share of a resource; one that holds a block from which the new one must be apart
+    comes last. No tower stays empty if there are at least as many blocks as towers.
     """
     share = bounds.loads / bounds.totals[:, None]
     limited = np.isfinite(bounds.upper)
@@ -167,7 +167,7 @@ def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bound
 
     Each block in turn makes its best move or swap: the one that lowers the violation most and, among equals, the cost.
     Ends when a sweep over all blocks, O(P (P + T)) without triples, changes nothing, or after 50 sweeps. ``labels`` [P]
-    are the start. Returns new labels [P]; `Bounds.violation` tells whether they hold all limits.
+    are the start. Returns new labels [P]; `Bounds.violation` tells whether they are within all limits.
     """
     search = _MoveSearch(costs, labels, num_towers, bounds)
     for _ in range(MAX_SWEEPS):

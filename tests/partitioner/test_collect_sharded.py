@@ -216,7 +216,7 @@ REFUSED = {
     "count": r"ranks 0 and 1 of the group differ in .*: 1 against 2\. Give every rank",
     "keys": "differ in .* keys and weights of batches: .*'e', 'd', 'c', 'b', 'a'.* against ",
     "order": "differ in .* keys and weights of batches: .*'e', .*'a', .* against .*'a', .*'e', ",
-    "two orders": "batches of the group differ in .*'e', 'd', .* and .*'a', 'b', .* Make them all alike",
+    "two orders": "batches of the group differ in .*'e', 'd', .* and .*'a', 'b', .* Give all batches the same keys",
     "weights": r"differ in .* keys and weights of batches: .*False.* against .*True",
     "bad id": "rank 1: ",
     "iterator": "ZeroDivisionError",

@@ -242,7 +242,7 @@ def bags_of_one(rows):
         (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "dense features of [995, 1]. Give labels [B]"),
         (lambda b: setattr(b, "sparse_features", [1]), "sparse_features is [1]; give a KeyedJaggedTensor"),
         (lambda b: setattr(b, "sparse_features", {}), "is {}; give a KeyedJaggedTensor, or a non-empty dict"),
-        (lambda b: b.sparse_features.update(f0=b.labels), "batch 0, feature 'f0' is float32 of shape [1000]; it must"),
+        (lambda b: b.sparse_features.update(f0=b.labels), "batch 0, feature 'f0' is float32 of shape [1000]; give"),
         (
             lambda b: b.sparse_features.update({f"x{b.labels.sum()}": b.sparse_features["f0"]}),
             "batch 1 and the first batch differ in their columns (x",
