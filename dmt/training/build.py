@@ -199,6 +199,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     model of a factory (`with_own_values`). Each rank allocates only its shards, on its current GPU in a job for GPUs
     (`take_device`). Seeds torch's global generator, differently on each rank: with one seed, tables of equal size would
     start equal, and unrelated features would look alike. Data parallelism then makes dense parts equal on all ranks.
+    Raises what `build_model`, `fused_params` and `plan_flat` raise.
     """
     config = job.config
     if config.model.factory is not None:

@@ -78,7 +78,7 @@ class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
 
 
 class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
-    """TorchRec's sharder of ``EmbeddingCollection`` (sequences) over all ranks, table-wise and row-wise."""
+    """TorchRec's sharder of ``EmbeddingCollection`` (sequences) over all ranks, for table-wise and row-wise tables."""
 
     def shard(
         self,
