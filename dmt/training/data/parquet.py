@@ -45,8 +45,7 @@ class ParquetRows:
             if absent := [name for name in columns.schema.names if name not in names]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
             self._groups += [(file, version, footer, group) for group in range(footer.num_row_groups)]
-        sizes = [footer.row_group(group).num_rows for _, _, footer, group in self._groups]
-        self.sizes = np.array(sizes, dtype=np.int64)
+        self.sizes = np.array([footer.row_group(group).num_rows for _, _, footer, group in self._groups], np.int64)
         """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
     def read(self, number: int) -> pa.Table:
@@ -58,7 +57,7 @@ class ParquetRows:
         """
         file, version, footer, group = self._groups[number]
         # A memory map would be slower here when it is read for the first time.
-        with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
+        with _reading(file), pq.ParquetFile(file, metadata=footer, page_checksum_verification=True) as source:
             if _version(file.stat()) != version:
                 raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
             schema = self._columns.schema

@@ -167,9 +167,8 @@ def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", group_rows=16)
     shutil.copyfile(tmp_path / "out" / "train" / "part-00000.parquet", tmp_path / "out" / "eval" / "other.parquet")
-    options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
     folder = ClickData(DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0}))
-    assert sorted(real_rows(folder.batches("eval", **options))) == list(range(0, 100, 5))
+    assert sorted(real_rows(folder.batches("eval", **RANK))) == list(range(0, 100, 5))
     assert (folder.raw.id_mode, folder.raw.categorical) == ("hash", NAMES["categorical"])
     (tmp_path / "out" / "eval" / "part-00000.parquet").write_bytes(b"x")
     with pytest.raises(InputError, match="has 1 bytes, not"):
@@ -203,15 +202,19 @@ def test_rows_of_other_files_are_read_without_those_of_the_run() -> None:
     assert with_files(config, "b.csv") == DataConfig(kind="columns", train_path="b.csv", categorical=("c",))
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_it_is_read_or_damaged_is_noticed(tmp_path: Path) -> None:
     prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out")
     data = ClickData(DataConfig(prepared=str(tmp_path / "out"), shuffle_rows=0))
     file = tmp_path / "out" / "train" / "part-00000.parquet"
-    rows = pq.read_table(file)
     assert len(list(data.batches("train", **RANK))) == 25
-    pq.write_table(rows, file)
+    content, dense = bytearray(file.read_bytes()), pq.read_metadata(file).row_group(0).column(1)
+    content[dense.data_page_offset - 1] ^= 1  # the exponent of a dense value, which stays finite
+    pq.write_table(pq.read_table(file), file)
     with pytest.raises(InputError, match=r"train/part-00000\.parquet has changed since it was opened"):
         list(data.batches("train", **RANK))
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"cannot be read as prepared rows .*CRC.* Prepare the data again"):
+        list(ClickData(data.config).batches("train", **RANK))
 
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
