@@ -50,7 +50,7 @@ class FeatureAffinity:
     """A number for every pair of features: how similar their embeddings are, or how much they interact.
 
     **Resemblance** (``measure="cosine"``) is the interaction matrix I of the DMT paper (arXiv 2403.00877, section 3.3):
-    I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1. It is 1 if the embeddings of two
+    I(i, j) = abs(mean over samples of e_i . e_j) for embeddings e of length 1. It is 1 if the embeddings of two
     features are always parallel, or always opposite, and 0 if they are unrelated. `collect` measures it on a model.
 
     **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: how much better two features
@@ -188,7 +188,7 @@ class FeatureAffinity:
                 read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits, from 0 to 2^32 - 1.
-            max_rows: most rows to read, at least 1,000. Pairs of hundreds of features use fewer, to take 15 minutes.
+            max_rows: most rows to read, at least 1,000. For hundreds of features, fewer are used, to end in 15 minutes.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,

@@ -115,7 +115,7 @@ class _Sum:
             self.features = tuple(vectors)
             if len(widths := sorted({vector.shape[1] for vector in vectors.values()})) > 1:
                 raise InputError(
-                    f"{_WHERE}: the tables have embedding dims {widths}, but cosines need equal dims. Use "
+                    f"{_WHERE}: the tables have embedding dims {widths}, but cosines need a single one. Use "
                     "FeatureAffinity.collect_interactions."
                 )
             # The sums are on the device of the embeddings: a process group of GPUs can only reduce GPU tensors.

@@ -199,7 +199,7 @@ def judge_meaning(partition: Partition) -> str:
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or not std:
         return (
-            f"{opening}All random towers of the same blocks have the same mean affinity, so these towers are no better "
+            f"{opening}No random towers of the same blocks have another mean affinity, so these towers are no better "
             "than random."
         )
     deviations = (within - mean) / std
