@@ -174,15 +174,16 @@ def with_files(config: DataConfig, path: str) -> DataConfig:
     """Returns unvalidated settings to read ``path``, a prepared folder or raw files with the columns of ``config``.
 
     Raises:
-        InputError: ``config`` has synthetic rows.
+        InputError: ``config`` has synthetic rows, or rows that another program prepared without saying from what.
     """
     if config.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
-    kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"
-    changes: dict[str, Any] = {"kind": kind, "train_path": path, "eval_path": None, "source": None, "prepared": None}
-    return config.model_copy(update={**changes, "options": {}})
+    if config.kind == "prepared":
+        raise InputError(f"data.prepared={config.prepared!r}: its manifest lacks `raw`, which --data needs. Omit it.")
+    changes = {"train_path": path, "eval_path": None, "source": None, "prepared": None, "options": dict[str, Any]()}
+    return config.model_copy(update={**changes, "kind": "columns" if config.kind == "source" else config.kind})
 
 
 class _Table(Section):

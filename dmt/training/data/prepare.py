@@ -217,8 +217,7 @@ def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) ->
 
 def _files(config: DataConfig) -> dict[str, list[str]]:
     paths = {"train_path": config.train_path} | ({"eval_path": config.eval_path} if config.eval_path else {})
-    named = config.kind != "criteo_tsv"
-    return {setting: expand_path(setting, path or "", columns=named) for setting, path in paths.items()}
+    return {key: expand_path(key, path or "", columns=config.kind != "criteo_tsv") for key, path in paths.items()}
 
 
 def _raw_rows(

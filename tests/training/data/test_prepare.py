@@ -161,9 +161,8 @@ def test_times_of_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         time.tzset()
     assert [table[f"time_{part}"].to_pylist() for part in ("hour", "weekday")] == [[24] * 4 + [0], [1] * 4 + [0]]
-    # Spark writes INT96, where nanoseconds since 1970 would end in 2262.
     rows = pa.table({"label": [0], "c": ["x"], "time": [datetime(9999, 12, 31, 23)]})
-    pq.write_table(rows, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    pq.write_table(rows, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)  # as Spark does
     table, _ = prepared(tmp_path, config_of(tmp_path / "a.parquet", **settings))
     assert [table[f"time_{part}"].to_pylist() for part in ("hour", "weekday")] == [[24], [5]]
 
