@@ -55,7 +55,7 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
     A `TableSpec` becomes an ``EmbeddingBagConfig`` with sum pooling, or an ``EmbeddingConfig`` if it ``is_sequence``.
 
     Raises:
-        InputError: two tables have the same name or the same feature, or a ``data_type`` is neither FP32 nor FP16.
+        InputError: two tables share a name or a feature, or one breaks another rule of `dmt.plan.tables.TableSpec`.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 

@@ -104,7 +104,7 @@ class FeatureAffinity:
             raise InputError(f"FeatureAffinity: measure={self.measure!r} is unknown; use 'cosine' or 'interactions'.")
         most = math.inf if self.measure == "interactions" else 1.0
         if strange := [name for triple in self.triples for name in triple.features if name not in features]:
-            raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Add it there.")
+            raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Correct either.")
         cleaned: dict[str, Any] = {
             "features": features,
             "matrix": _clean_matrix("matrix", self.matrix, features, most=most),

@@ -58,7 +58,7 @@ class Comparison:
 
     For cosines, ``within`` is the mean affinity of pairs of features that share a tower. For interactions it is the
     share of all gains beyond the measuring error that lies inside towers; a triple counts if one tower has all three
-    features. A number is None if there is no such pair or gain.
+    features. A number is None if there is no such pair, gain or random assignment.
     """
 
     within: float | None

@@ -63,7 +63,7 @@ class TowerPartitioner:
     that keep interactions (cross layers), and ``"apart"`` as little, for linear tower modules. ``"auto"`` is coherent
     for cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
     keeps_interactions: bool = True
-    """For ``"auto"``: whether the tower modules return products of features, as their class says by this attribute."""
+    """For ``"auto"``: whether tower modules return products of features; their class has an attribute of this name."""
     balance_ratio: Annotated[float, Field(strict=True, ge=1)] = 1.0
     """K of the paper: the largest tower has at most K times as many features as the smallest, or ceil(F / T) if that is
     more. Towers have n to K n features, rounded down, for the n that brings the middle of this range nearest to F / T;
@@ -93,8 +93,8 @@ class TowerPartitioner:
                 form a block, placed by their mean affinities.
 
         Returns:
-            The partition. The features of a tower are in the order of ``measure``, and the towers (of each category, if
-            there are categories) in that of their first features. ``plan.affinity`` records settings and comparison.
+            The partition. The features of a tower are in the order of ``measure``; towers (within a category, if there
+            are categories) are ordered by their first features. ``plan.affinity`` records settings and comparison.
 
         Raises:
             InputError: a parameter is out of range or does not fit the measure, tables and ``measure`` have different

@@ -167,7 +167,7 @@ def write_partition_report(
 
 
 def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
-    """Returns the ``count`` strongest interactions, if any, as texts: features, gain ± error, share of loss, tower."""
+    """Returns up to ``count`` interactions, strongest first, as texts: features, gain ± error, share of loss, tower."""
     loss = partition.affinity.loss
     tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
     rows = []

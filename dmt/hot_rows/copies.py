@@ -106,7 +106,7 @@ class HotCopies:
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Returns the cold ids, in the bags of ``ids`` (some now empty), and the hot ids; features in sending order."""
+        """Splits ids (features in sending order) into cold ids, in the same bags, some now empty, and hot ids."""
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()

@@ -112,7 +112,7 @@ class HotRows:
         self._module, self._mesh = _flat_collection(model, mesh), mesh
         homes = self._module.home_tables
         self.left_out: dict[str, str] = why_no_copies(homes)
-        """Tables that cannot have copies, with the reason."""
+        """Reason why a table cannot have copies, by table name; only tables that cannot."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
             raise InputError(

@@ -166,8 +166,8 @@ class ReplicaSync:
         problems = sorted({text for texts in gather_objects(own_problems, self._mesh.global_group) for text in texts})
         if problems:
             raise ReplicaMismatchError(
-                f"Replicas differ, but must be equal: {shorten(problems)}. Do not save this state; go back to the last "
-                "checkpoint."
+                f"Replicas differ, but must be equal after sync(): {shorten(problems)}. If check() came right after "
+                "sync(), do not save this state; go back to the last checkpoint."
             )
 
     def _note_pass(self, _: Any, is_training_pass: bool) -> None:
