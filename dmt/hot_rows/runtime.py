@@ -238,7 +238,7 @@ class HotRows:
     def load_state(self, state: HotRowsState) -> None:
         """Resumes from a `state`, possibly of a job with more or fewer ranks. Collective; load the model's state first.
 
-        Ignores tables that this model lacks, has in another size or cannot copy. ``extra_memory`` applies from the next
+        Ignores tables that this model lacks, has in another form or cannot copy. ``extra_memory`` applies from the next
         choice of rows. On the same number of ranks, training continues bit for bit as if uninterrupted.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
