@@ -120,8 +120,8 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
             if isinstance(part, OptimizerWrapper) and part.state_dict()["state"].keys() - known:
                 kind = type(part).__name__
                 raise InputError(
-                    f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap each of them, and "
-                    f"combine them: CombinedOptimizer([{kind}(model.fused_optimizer, ...), {kind}(dense, ...)])."
+                    f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap and name each "
+                    f'one: CombinedOptimizer([("tables", {kind}(model.fused_optimizer, ...)), ("dense", {kind}(...))]).'
                 )
         for key, weight in optimizer.params.items():
             # Looked up only if present: a defaultdict would create a state for every parameter.
