@@ -64,7 +64,8 @@ class TowerPlan:
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Measure, settings, notes and `Comparison` fields of a learned assignment, by name, as JSON values; else empty."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match."""
+    """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match, but
+    may have other numbers of rows."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Number of columns of each shard, by feature, for tables cut across towers. The towers then list the shards, as
     ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
@@ -228,22 +229,21 @@ class TowerPlan:
 
         Raises:
             InputError: a feature is missing or unknown, two tables have the same name, the features of a shared table
-                are in different towers or only partly outside, or a table differs from the one the plan was made for.
+                are in different towers or only partly outside, or a table differs from `tables`.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)), partly=partly)
         recorded = {spec.name: spec for spec in self.tables}
         for spec in specs:
-            made_for = recorded.get(spec.name, spec)
+            made_for = replace(recorded.get(spec.name, spec), num_embeddings=spec.num_embeddings)
             if recorded and not set(self.outside).isdisjoint(spec.feature_names):
                 # Outside towers a model may use another embedding_dim.
                 made_for = replace(made_for, embedding_dim=spec.embedding_dim)
             if made_for != spec:
                 raise InputError(
-                    f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} with features "
-                    f"{shorten(spec.feature_names, ', ')}, but the tower plan was made for {made_for.num_embeddings} "
-                    f"x {made_for.embedding_dim} with features {shorten(made_for.feature_names, ', ')}. Make a new "
-                    "plan for this model."
+                    f"Table {spec.name!r} has embedding_dim={spec.embedding_dim} and features "
+                    f"{shorten(spec.feature_names, ', ')}, but the tower plan was made for {made_for.embedding_dim} "
+                    f"and {shorten(made_for.feature_names, ', ')}. Make a new plan for this model."
                 )
         tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
         placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]

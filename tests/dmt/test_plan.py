@@ -86,11 +86,11 @@ def test_features_outside_towers(tmp_path: Path) -> None:
     tables = [table("tb", "b"), table("tcd", "c", "d"), table("ta", "a")]
     assert plan.tables_by_tower(tables) == [[tables[2]], [tables[0]]]
     assert plan.outside_tables(tables) == [tables[1]]
-    # A model may give tables there other columns than those that the plan was made for.
-    made_for = replace(plan, tables=(table("tcd", "c", "d", dim=16),))
+    # Tables may have other rows than those that the plan was made for; outside towers, also other columns.
+    made_for = replace(plan, tables=(table("tcd", "c", "d", dim=16), table("ta", "a", rows=9)))
     assert made_for.tables_by_tower(tables) == plan.tables_by_tower(tables)
-    with pytest.raises(InputError, match=r"Table 'tcd' is 10 x 8 .* made for 9 x 8"):
-        replace(plan, tables=(table("tcd", "c", "d", rows=9),)).tables_by_tower(tables)
+    with pytest.raises(InputError, match=r"Table 'tcd' has .* features c, d, .* made for 8 and d, c"):
+        replace(plan, tables=(table("tcd", "d", "c"),)).tables_by_tower(tables)
 
 
 def test_a_feature_may_look_up_in_two_tables() -> None:
@@ -237,8 +237,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                        r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower or"),
     "absent outside": (lambda: OUTSIDE.tables_by_tower([table("ta", "a"), table("tb", "b"), table("tc", "c")]),
                        "Feature 'd' is in the tower plan but not in the model"),
-    "other table": (lambda: plan(["a"], tables=(table("ta", "a", rows=100),)).tables_by_tower([table("ta", "a")]),
-                    "Table 'ta' is 10 x 8 .* made for 100 x 8"),
+    "other table": (lambda: plan(["a"], tables=(table("ta", "a", dim=16),)).tables_by_tower([table("ta", "a")]),
+                    "Table 'ta' has embedding_dim=8 .* made for 16 and a"),
     "table twice": (lambda: plan(["a"]).tables_by_tower([table("ta", "a")] * 2), "Table 'ta' occurs 2 times"),
     "no file": (lambda: TowerPlan.load("/nowhere.json"), r"plan /nowhere\.json: cannot be read .*`dmt partition`"),
     **{f"hosts {sizes}": (lambda sizes=sizes: on_host(*sizes),
