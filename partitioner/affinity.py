@@ -58,8 +58,7 @@ class FeatureAffinity:
     `collect_interactions` measures them on training rows without a model.
 
     The constructor checks the matrix, makes it exactly symmetric, and keeps it read-only as float64. The partitioner
-    does not use the diagonal. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup
-    work too.
+    does not use the diagonal. With ``tables`` and ``pooling_factors``, towers can be balanced by bytes and lookups.
 
     Raises:
         InputError: ``matrix`` or ``errors`` is not [F, F], finite, symmetric and in range (the last two up to
@@ -184,8 +183,7 @@ class FeatureAffinity:
         Args:
             batches: training rows only. Each batch has ``labels`` [B] of 0 and 1, ``sparse_features`` (a
                 ``KeyedJaggedTensor``, or a dict of integer arrays [B] by feature) and optionally ``dense_features``
-                [B, D] and ``weights`` [B], where a weight of 0 leaves out a row and all others count alike. Batches are
-                read one at a time.
+                [B, D] and ``weights`` [B]: 0 leaves out a row, others count alike. Batches are read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits, from 0 to 2^32 - 1.
             max_rows: most rows to read, at least 1,000. For hundreds of features, fewer are used, to end in 15 minutes.

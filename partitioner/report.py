@@ -140,8 +140,10 @@ def write_partition_report(
     pairs of an address, relative to the folder, and a text.
 
     Raises:
-        InputError: a file cannot be written.
+        InputError: a file cannot be written, or ``partition`` is a plan without the numbers of a partition.
     """
+    if not isinstance(partition, Partition):
+        raise InputError(f"partition is a {type(partition).__name__}. Pass the result of TowerPartitioner.partition.")
     target, plan, affinity = Path(folder), partition.plan, partition.affinity
     loads = {name: [_amount(name, value) for value in values] for name, values in tower_loads(partition).items()}
     pictures = [plot_affinity(affinity, plan, target / "affinity.png")]

@@ -104,11 +104,9 @@ def test_means_within_between_and_of_random_towers_are_those_by_hand():
     plan = TowerPlan.from_lists([["d", "a", "b"], ["c"]])
     random = [{"a": 0, "b": 0, "c": 1, "d": 1}, {"a": 0, "b": 1, "c": 0, "d": 1}]
     found = compare_towers(affinity, plan, random)
-    wanted = pytest.approx((0.3 + 0.5 + 0.1) / 3), pytest.approx((0.2 + 0.4 + 0.6) / 3)
-    assert (found.within, found.between) == tower_affinity(affinity, plan) == wanted
-    assert found.within_strided == pytest.approx((0.2 + 0.5) / 2)
+    assert (found.within, found.between) == tower_affinity(affinity, plan) == pytest.approx((0.9 / 3, 1.2 / 3))
+    assert (found.within_strided, found.std_random) == (pytest.approx((0.2 + 0.5) / 2), 0.0)
     assert found.within_random == pytest.approx(np.mean([(0.1 + 0.6) / 2, (0.2 + 0.5) / 2]))
-    assert found.std_random == 0.0
     whole = compare_towers(affinity, TowerPlan.from_lists([list("abcd")]), [])
     assert (whole.between, whole.within_random) == (None, None)
     with pytest.raises(InputError, match="missing"):
@@ -167,3 +165,5 @@ def test_pictures_that_cannot_be_written_are_refused(draw, tmp_path):
         draw(made(), tmp_path / "file" / "x.png")
     with pytest.raises(InputError, match=r"plot_coordinates: a partition made from interactions has no points\. Use"):
         plot_coordinates(interactions(), tmp_path / "x.png")
+    with pytest.raises(InputError, match=r"partition is a TowerPlan\. Pass the result of TowerPartitioner\.partition"):
+        write_partition_report(made().plan, tmp_path)
