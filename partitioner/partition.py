@@ -161,25 +161,25 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
     return np.array([tower_of[name] for name in names])
 
 
-def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
-    """Returns how many standard deviations from the mean of random assignments the best one may be by luck alone.
+def luck_bound(partition: Partition) -> float:
+    """Returns how far from the mean of random assignments the mean affinity inside towers may be by luck alone.
 
     A partitioner looks for an assignment that differs from random ones, and finds one in noise too. There are N ways to
-    deal the blocks into towers of these sizes, category by category. If the mean affinities of these assignments are
-    normally distributed, the largest exceeds sqrt(2 ln(100 N)) standard deviations for fewer than 1 of 100 matrices of
-    independent numbers, however the assignments depend on each other (P(z > t) < exp(-t^2 / 2)).
-
-    ``sizes`` are the numbers of blocks of each tower; ``categories`` has the category of each tower, or is empty.
-    Returns sqrt(2 ln(100 N)), at least 3.03.
-
-    Example:
-        >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
-        (3.38, 9.1)
+    deal the blocks into towers of these sizes, category by category. If affinities are independent of one another, the
+    n pairs inside the towers of each assignment are a random sample of all pairs, which are x above their mean. So for
+    any h > 0, the best sample's mean is (log(mean of exp(h x)) + ln(100 N) / n) / h above it for fewer than 1 of 100
+    matrices (Chernoff's bound, also for samples without replacement: Hoeffding, 1963). For ``diverse``, x is below it.
     """
-    of_category: dict[str, list[int]] = {}
-    for size, category in zip(sizes, categories or [""] * len(sizes), strict=True):
-        of_category.setdefault(category, []).append(size)
-    return math.sqrt(2.0 * (sum(map(_log_ways, of_category.values())) + math.log(100.0)))
+    loads, categories = partition.loads, dict.fromkeys(load.category for load in partition.loads)
+    ways = [_log_ways([load.num_blocks for load in loads if load.category == name]) for name in categories]
+    rare = (sum(ways) + math.log(100.0)) / max(sum(math.comb(load.num_features, 2) for load in loads), 1)
+    pairs = partition.affinity.matrix[np.triu_indices(partition.affinity.num_features, k=1)]
+    x = _AIMS[partition.plan.strategy][1] * (pairs - (partition.comparison.within_random or 0.0))
+    # The least over these h is near the least over all. The largest x is taken out, so that exp does not overflow.
+    steps = np.geomspace(0.05, 50.0, 60) / max(float(x.std()), 1e-300)
+    above = min(float(x.max() + (np.log(np.exp(h * (x - x.max())).mean()) + rare) / h) for h in steps)
+    # As far from the mean of random assignments as from that of all pairs: blocks may hold similar features.
+    return max(above, above - float(x.mean()))
 
 
 def _log_ways(sizes: Sequence[int]) -> float:
@@ -191,7 +191,7 @@ def _log_ways(sizes: Sequence[int]) -> float:
 
 def judge_meaning(partition: Partition) -> str:
     """Returns a verdict in sentences: are the towers better than random towers of the same blocks?"""
-    comparison, loads = partition.comparison, partition.loads
+    comparison = partition.comparison
     if partition.affinity.is_interactions:
         return _judge_interactions(comparison, partition.plan.strategy)
     aim, sign = _AIMS[partition.plan.strategy]
@@ -202,19 +202,18 @@ def judge_meaning(partition: Partition) -> str:
             f"{opening}No random towers of the same blocks have another mean affinity, so these towers are no better "
             "than random."
         )
-    deviations = (within - mean) / std
+    deviations, bound = (within - mean) / std, luck_bound(partition) / std
     numbers = (
         f"Two features of the same tower have a mean affinity of {within:.4f}, which is {abs(deviations):.1f} standard "
         f"deviations {'above' if deviations >= 0 else 'below'} the mean in random towers under the same rules "
         f"({mean:.4f} \u00b1 {std:.4f}). "
     )
-    bound = luck_bound([load.num_blocks for load in loads], categories=[load.category for load in loads])
     says = (
         f"Noise would give less than {bound:.1f}, so the affinities have structure; those of untrained embeddings may "
         "have structure too. To see whether it comes from the data, compare with towers from another training seed."
         if deviations * sign > bound
-        else "These towers are no better than random: the partitioner searches for the best assignment, which is up to "
-        f"{bound:.1f} standard deviations away even if affinities are noise."
+        else "These towers may be no better than random: the partitioner searches for the best assignment, which is up "
+        f"to {bound:.1f} standard deviations away even if affinities are noise."
     )
     return opening + numbers + says
 

@@ -197,7 +197,7 @@ def test_features_of_a_table_that_resemble_each_other_lift_nothing(strategy):
     rng = np.random.default_rng(0)
     matrix = rng.uniform(0.2, 0.4, (24, 24))
     matrix = (matrix + matrix.T) / 2
-    owners = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), *((i,) for i in range(12, 24))]
+    owners = [*(tuple(range(first, first + 4)) for first in (0, 4, 8, 12)), *((i,) for i in range(16, 24))]
     for owned in owners:
         matrix[np.ix_(owned, owned)] = 0.95
     names = [f"f{i}" for i in range(24)]
@@ -207,7 +207,7 @@ def test_features_of_a_table_that_resemble_each_other_lift_nothing(strategy):
     ]
     measured = FeatureAffinity(matrix=matrix, features=names, tables=tuple(tables))
     found = TowerPartitioner(num_towers=6, strategy=strategy).partition(measured)
-    assert "These towers are no better than random" in judge_meaning(found)
+    assert "These towers may be no better than random" in judge_meaning(found)
     # Without the tables, the same affinities have structure.
     alone = TowerPartitioner(num_towers=6).partition(dataclasses.replace(measured, tables=()))
     assert "the affinities have structure" in judge_meaning(alone)
