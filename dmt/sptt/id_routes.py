@@ -209,8 +209,7 @@ class PeerIdRoute:
     def look_up(self, ctx: Any) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
-        Returns for each collection a lazy ``KeyedTensor`` [P, columns], or a lazy dict of the sequences of P rows,
-        peers in tower order.
+        Returns per collection a lazy ``KeyedTensor`` [P, columns] or dict of sequences of P rows, peers in tower order.
         """
         collections = zip(self._collections, ctx.in_tower, strict=True)
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]

@@ -72,20 +72,21 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
         # Brings tables up to date first, so that those that the given state leaves out keep what hot rows have learned.
         for key, value in self.state_dict().items():
-            ours, theirs = (tuple(getattr(tensor, "shape", ())) for tensor in (value, state_dict.get(key, value)))
+            ours, theirs = (  # ShardedTensor.shape would warn
+                tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else getattr(tensor, "shape", ()))
+                for tensor in (value, state_dict.get(key, value))
+            )
             if ours != theirs:
                 raise InputError(
-                    f"load_state_dict: {key!r} has shape {theirs} in the state, but {ours} in the model. Load a state "
-                    "of this model."
+                    f"load_state_dict: {key!r} has shape {theirs}, but {ours} in the model. Load a state of this model."
                 )
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
             raise RuntimeError(
-                "load_state_dict: the state does not fit the model. Missing keys: "
-                f"{shorten(missing, ', ') or 'none'}. Unknown keys: {shorten(unknown, ', ') or 'none'}. Load a state "
-                "of this model."
+                f"The state does not fit the model. Missing keys: {shorten(missing, ', ') or 'none'}. Unknown keys: "
+                f"{shorten(unknown, ', ') or 'none'}. Load a state of this model."
             )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)

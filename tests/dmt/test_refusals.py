@@ -364,7 +364,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "state of longer tables": (
         lambda job: loaded_outside(job, lambda state: state.update({f"embedding_bags.t{i}.weight": torch.zeros(
             99, 8) for i in (0, 2, 3) if f"embedding_bags.t{i}.weight" in state})),
-        r"_bags.t[03].weight' has shape \(99, 8\) in the state, but \(4[09], 8\) in the model"),
+        r"_bags.t[03].weight' has shape \(99, 8\), but \(4[09], 8\) in the model"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "another key": (lambda job: [model(ids_of(torch.int64, "f0", "f1", "f2", "f3", *more)) for model in [
