@@ -328,6 +328,6 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
     if len(modules) != 1:
         raise InputError(
             "HotRows needs a model with exactly one collection sharded by SPTTEmbeddingBagCollectionSharder; this one "
-            f"has {len(modules)}. Pass the DistributedModelParallel of such a model."
+            f"has {len(modules)}. Merge several into one EmbeddingBagCollection, and pass the DistributedModelParallel."
         )
     return modules[0]

@@ -392,6 +392,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         r"FlatModel has a ShardedEmbeddingBagCollection, .* once per micro-batch\. Shard all its tables with dmt's"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
+    "hot pair": (lambda job: hot(job, replace(FLAT, plan=((0, 1), (3, 2)), collections=2)), "has 2. Merge several"),
     "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
     **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value} must be")
        for name, value in (("extra_memory", 0), ("refresh_every", 0), ("refresh_every", 2.5))},
