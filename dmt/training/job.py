@@ -39,8 +39,8 @@ __all__ = [
     "step_workload",
 ]
 
-PREPARED = "prepared"
-"""Name of the folder in a run's output for rows that must be prepared."""
+PREPARED = "prepared-cache"
+"""Name of the folder in an output for rows that must be prepared; not ``prepared``, as users name their own."""
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")  # those with a CPU kernel in FBGEMM
 
 

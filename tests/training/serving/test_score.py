@@ -86,7 +86,7 @@ def batch_of(run: Path) -> ClickBatch:
     """All rows, as the trainer reads them."""
     config = load_config(run / "checkpoint" / "step-00000001" / "config.toml")
     data = config.data.model_copy(update={"split_column": None, "eval_path": str(run / "clicks.parquet")})
-    return next(ClickData(data, cache=run / "prepared").batches("eval", rank=0, world_size=1, batch_size=ROWS))
+    return next(ClickData(data, cache=run / "prepared-cache").batches("eval", rank=0, world_size=1, batch_size=ROWS))
 
 
 def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path) -> None:

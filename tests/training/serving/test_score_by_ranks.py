@@ -159,7 +159,7 @@ def test_what_fails_on_a_rank_fails_on_all_and_leaves_no_folder(
     errors = run_ranks(error_on_rank, 2, str(run), str(tmp_path / "out"), str(tmp_path / "rows.parquet"), fails)
     assert errors[0] == errors[1]
     assert re.search(words, errors[0])
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.parquet", "prepared"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.parquet", "prepared-cache"}
 
 
 def error_on_rank(rank: int, *arguments: Any) -> str:
