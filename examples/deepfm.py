@@ -71,6 +71,8 @@ def deepfm(
     averaged = set(options.get("mean", []))
     tables = [replace(t, pooling=PoolingType.MEAN) if averaged & set(t.feature_names) else t for t in tables]
     widths = {name: table.embedding_dim for table in tables for name in table.feature_names}
+    if unknown := [*options.keys() - {"mean", "k", "deep", "hidden"}, *averaged - widths.keys()]:
+        raise ValueError(f"[model.options] names unknown options or features: {unknown}. Correct the names.")
     sizes = k, deep, _ = options.get("k", 8), options.get("deep", 16), options.get("hidden", 32)
     if towers is None:
         sparse = nn.Sequential(flat_sparse_arch(tables, device), FMTower(widths, k, deep, device))

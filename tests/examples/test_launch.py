@@ -20,8 +20,7 @@ from tests.training.small import small
 LAUNCH = Path(__file__).parent.parent.parent / "examples" / "launch"
 STEPS = 400
 
-# Starts every task of the job here and ends with the highest exit code. As srun does, it kills them when it is told to
-# stop itself.
+# Starts every task of the job here and ends with the highest exit code. As srun does, it kills them when stopped.
 SRUN = """
 import os, signal, subprocess, sys
 command = sys.argv[3:]

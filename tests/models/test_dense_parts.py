@@ -18,8 +18,7 @@ def test_dot_interaction_by_hand():
 
 
 def our_name(name):
-    """TorchRec wraps its MLPs: `...model._mlp.1._linear.weight` is layer 2 here, after a ReLU; its last layer stands
-    alone."""
+    """TorchRec wraps its MLPs: `...model._mlp.1._linear.weight` is layer 2 here, after a ReLU, except the last."""
     name = name.replace(".embedding_bag_collection", "")
     name = re.sub(r"\.model(\.0)?\._mlp\.(\d+)\._linear", lambda found: f".{2 * int(found[2])}", name)
     return name.replace("over_arch.model.1", "over_arch.4").replace(".crossnet", "")

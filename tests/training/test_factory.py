@@ -252,11 +252,12 @@ def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, mess
     [
         ("my_models", "is not of the form package.module:function"),
         ("no_such_module:make", "importing 'no_such_module' raised ModuleNotFoundError: No module named"),
+        ("examples.deepfm:deepfm", r"names unknown options or features: \['C9'\]"),
     ],
 )
-def test_a_name_that_leads_to_no_function_is_refused(factory: str, message: str) -> None:
+def test_a_name_that_leads_to_no_function_or_option_is_refused(factory: str, message: str) -> None:
     with pytest.raises(InputError, match=f"model.factory='{factory}'.*{message}"):
-        build_model(open_unsharded(deepfm(model={"factory": factory, "in_towers": False})))
+        build_model(open_unsharded(deepfm(model={"factory": factory, "in_towers": False, "options": {"mean": ["C9"]}})))
 
 
 def check_model(job: Job) -> None:

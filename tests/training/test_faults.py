@@ -33,8 +33,7 @@ from tests.ranks import run_ranks
 from tests.training.test_resume import REPLICAS, config, losses, run_on_rank
 
 # Kills of a rank at a chosen place of a run, from the inside: `arm`. The product has no hooks for it. As a program this
-# module is ``dmt.training`` with one of the kills of the environment variable ``KILLS`` in each of torchrun's attempts,
-# while there are any.
+# module is ``dmt.training`` with one of the kills of the environment variable ``KILLS`` in each of torchrun's attempts.
 
 _STOPPED_S = 0.3
 
