@@ -193,7 +193,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     A tower is a host (several hosts if there are more hosts than tables). Tables are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
     Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
-    A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
+    Own models (``model.factory``) and tables of several widths have none: predict them by overrides of their config.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
@@ -205,7 +205,8 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     left_out: list[str] = []
     counted: dict[str, ModelWork] = {}
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
-    for name, settings in _ways(run) if run.config.model.factory is None else ():
+    has_any = run.config.model.factory is None and len({table.embedding_dim for table in tables}) == 1
+    for name, settings in _ways(run) if has_any else ():
         changed = changed_config(run.config, settings)
         try:
             job = make_job(changed, tables, run.num_dense, data=run.opened_data)

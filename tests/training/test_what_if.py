@@ -237,6 +237,13 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
     assert "nan" not in run(str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml")).output
 
 
+def test_a_model_of_tables_of_several_widths_is_predicted_as_it_is(pairs: str, tmp_path: Path) -> None:
+    TowerPlan.from_lists([[f"C{i}" for i in range(2, 9)], ["C1"]]).save(tmp_path / "towers.json")
+    values = ["model.arch=dmt-dcn", "model.embedding_dims.C1=16", f"towers.plan={tmp_path / 'towers.json'}"]
+    record = record_of("demo", *PAIRS, *values, "--cluster", pairs)
+    assert (record["own"]["compression_ratio"] > 1, record["alternatives"]) == (True, [])
+
+
 @pytest.mark.parametrize(
     ("overrides", "hosts", "left_out"),
     [
