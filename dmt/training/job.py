@@ -95,8 +95,7 @@ def open_job(config: TrainingConfig) -> Job:
     """Opens the data of a run, or reads the tables that ``data.tables`` lists, and resolves its plans.
 
     Raises:
-        InputError: the data cannot be read or do not fit the config, or a plan or a rule does not fit the tables or the
-            memory.
+        InputError: the data cannot be read or do not fit the config, or a plan or rule does not fit tables or memory.
     """
     if config.data.tables is not None:
         # A list of tables has no dense columns, but models need some: assume as many as in the synthetic data.

@@ -82,8 +82,7 @@ def matching_files(value: str) -> list[str]:
 
     Raises:
         OSError: the file or folder cannot be read.
-        InputError: see `open_binary`; or a link is broken, or a folder named ``*.parquet`` has subfolders, whose rows
-            would be left out.
+        InputError: see `open_binary`; or a link is broken, or a folder named ``*.parquet`` has subfolders.
     """
     with _file_system(value) as (system, inner):
 

@@ -437,7 +437,7 @@ def _summary(
     """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all valid rows."""
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
-    profile, features, notes = AccessProfile(tables), dict[str, Any](), []
+    profile, features, notes, few = AccessProfile(tables), dict[str, Any](), [], dict[str, int]()
     ones = "NULL" if columns.label is None else f"count(*) FILTER ({view.columns[columns.label]} = 1)"
     counted = view.query(f"SELECT count(*) AS rows, {ones} AS ones FROM {view.rows}")
     profile.num_samples, positives = counted.to_pylist()[0].values()
@@ -464,17 +464,20 @@ def _summary(
             if missing == num_rows > 0:
                 notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
         if by_name[table.feature_names[0]].time is None and not view.converter.config.vocabulary:
-            notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
+            notes += _notes(table.num_embeddings, known, few, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
+    if few:
+        smaller = ", ".join(f"{json.dumps(name)} = {enough}" for name, enough in few.items())
+        notes.append(f"To save memory, prepare again with `num_embeddings_per_feature = {{ {smaller} }}` in [data].")
     if positives in (0, num_rows):
         same = f"All {num_rows:,} training rows have the label {int(positives > 0)}; a model needs both labels."
         notes.append(same if num_rows else "There are no training rows.")
     return profile, {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
 
 
-def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
-    """Yields notes on a table: full, too large, or shared without common values; ``known``: rows in use by feature."""
+def _notes(rows: int, known: Mapping[str, NDArray[np.int64]], few: dict[str, int], *, is_hashed: bool) -> Iterator[str]:
+    """Yields notes on a full or needlessly shared table; ``known``: rows used by feature; ``few`` gets enough rows."""
     names = shorten([*known], ", ", most=8)
     all_rows, holders = np.unique(np.concatenate([*known.values()]), return_counts=True)
     used = len(all_rows)
@@ -482,8 +485,7 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
     if is_hashed and used >= 0.99 * (rows - 1):
         yield f"{names}: the table of {rows:,} rows is full. Raise data.num_embeddings."
     elif used and enough < _FEW * rows:
-        settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
-        yield f"{names}: {used:,} of {rows:,} rows are used. To save memory, prepare again with `{settings}`."
+        few |= dict.fromkeys(known, enough)
     for name, used_rows in known.items() if len(known) > 1 else ():
         common = int(np.sum(holders[np.searchsorted(all_rows, used_rows)] > 1))
         # Different values share some hashes by chance.

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import time
+import tomllib
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -136,14 +137,15 @@ def test_every_format_gives_the_same_rows(ending: str, tmp_path: Path) -> None:
     assert record.summary["features"]["c"]["missing"] == 1
 
 
-def test_the_planner_knows_the_mean_length_of_lists(tmp_path: Path) -> None:
+def test_the_planner_knows_the_mean_length_of_lists_and_a_note_gives_toml_for_smaller_tables(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(CSV)
     _, record = prepared(tmp_path, config_of(tmp_path / "rows.csv", num_embeddings=1000))
     assert record.summary["features"]["tags"]["ids_per_row"] == 0.75
-    (folder,) = tmp_path.glob("out*")
+    *_, note = record.summary["notes"]
+    assert tomllib.loads(note.split("`")[1]) == {"num_embeddings_per_feature": {"c": 30, "tags": 20}}
+    data = DataConfig(kind="prepared", prepared=str(*tmp_path.glob("out*")))
     for given, found in (({}, {"tags": 0.75}), ({"tags": 3.0, "c": 2.0}, {"tags": 3.0, "c": 2.0})):
         config = small(sharding={"pooling_factors": given})
-        data = DataConfig(kind="prepared", prepared=str(folder))
         assert open_unsharded(config.model_copy(update={"data": data})).config.sharding.pooling_factors == found
 
 
