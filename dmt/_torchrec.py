@@ -45,6 +45,7 @@ __all__ = [
     "lookups_of",
     "mark_updated_in_backward",
     "move",
+    "on_weight_gradient",
     "place_globally",
     "scale_learning_rate",
     "set_output_of_empty",
@@ -231,6 +232,13 @@ def complete_adam(optimizer: Any) -> None:
             if state in ("exp_avg_sq", "iter"):
                 # The tensor that the kernel counts in; it reads its buffer ``iter`` only while this is 0.
                 states[f"{table}.iter"] = optimizer._emb_module.iter_cpu.view(())
+
+
+def on_weight_gradient(optimizer: Any, hook: Callable[[Tensor], None]) -> None:
+    """Calls ``hook`` with a fused kernel's weights after each use; they get a gradient unless that was a lookup."""
+    for parameter in optimizer._emb_module.parameters():
+        if parameter.numel():
+            parameter.register_post_accumulate_grad_hook(hook)
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:

@@ -156,6 +156,11 @@ def unfrozen(job: Job) -> Any:
     return model(ids_of(torch.int64))
 
 
+def penalized(job: Job) -> Any:
+    model = sharded(FLAT, job.two)
+    return sum(weight.square().sum() for weight in model.parameters()).backward()  # type: ignore[union-attr]
+
+
 def tied(job: Job) -> Any:
     model = FlatModel(make_tables([8, 8]))
     model.over_arch.weight = model.sparse_arch.embedding_bags["t1"].weight
@@ -309,6 +314,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
                                           7), TowerCollectionSharder(job.two)), "0 has the type Twice, .*d unchanged"),
     "a tower module that trains later": (unfrozen, "requires_grad of a tower module's parameter was changed after"),
     "a weight of a table and a layer": (tied, r"t1\.weight and over_arch\.weight share a weight, but would"),
+    "a penalty of weights": (penalized, "The loss uses the weights of a sharded table, but only .* Penalize the embe"),
     "sequences, global ids": (lambda job: sequences(job, id_route="global"),
                               "sequences in towers need id_route='peer'; the global"),
     **{f"sequences, {scheme}": (
