@@ -189,8 +189,8 @@ class FeatureAffinity:
             max_rows: most rows to read, at least 1,000. For hundreds of features, fewer are used, to end in 15 minutes.
 
         Raises:
-            InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,
-                ``tables`` have other features, or ``seed`` or ``max_rows`` is out of range.
+            InputError: a batch does not have this form or the first one's columns, there are fewer than 1,000 rows, or
+                fewer than 20 of a label, ``tables`` have other features, or ``seed`` or ``max_rows`` is out of range.
         """
         from dmt.partitioner.gains import measure_interactions
 
@@ -223,8 +223,7 @@ class FeatureAffinity:
     def permuted(self, order: Sequence[str]) -> FeatureAffinity:
         """Returns this affinity with its features in another order.
 
-        Raises:
-            InputError: ``order`` is not a permutation of the features.
+        Raises `InputError` if ``order`` is not a permutation of the features.
         """
         position = {name: i for i, name in enumerate(self.features)}
         if sorted(order) != sorted(self.features):
@@ -238,8 +237,7 @@ class FeatureAffinity:
     def without(self, names: Collection[str]) -> FeatureAffinity:
         """Returns this affinity without the features in ``names``, their tables and triples.
 
-        Raises:
-            InputError: a feature in ``names`` shares a table with a feature that stays.
+        Raises `InputError` if a feature in ``names`` shares a table with a feature that stays.
         """
         for table in self.tables:
             if len({feature in names for feature in table.feature_names}) > 1:
@@ -266,8 +264,7 @@ class FeatureAffinity:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes matrix, errors and a JSON header to a numpy ``.npz`` file; replaces an existing file.
 
-        Raises:
-            InputError: the file cannot be written.
+        Raises `InputError` if the file cannot be written.
         """
         from pydantic import TypeAdapter
 
@@ -348,16 +345,14 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
     The `InputError` names the pair of features that breaks a rule most.
     """
     size = len(features)
+    remedy = f"Give real numbers of shape [{size}, {size}], one row and one column for each feature."
     try:
         given = np.asarray(matrix)
-        fits = given.dtype.kind in "fiub" and given.shape == (size, size)
     except ValueError as error:  # rows of different lengths
-        raise InputError(f"FeatureAffinity: {name} must be numbers of shape [{size}, {size}]: {error}.") from error
-    if not fits:
-        raise InputError(
-            f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; give real numbers of shape "
-            f"[{size}, {size}], one row and one column for each feature."
-        )
+        why = str(error).rstrip(".")
+        raise InputError(f"FeatureAffinity: {name} is not a rectangular array of numbers ({why}). {remedy}") from error
+    if given.dtype.kind not in "fiub" or given.shape != (size, size):
+        raise InputError(f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}. {remedy}")
     given = given.astype(np.float64)
     known = np.nan_to_num(given, posinf=0.0, neginf=0.0)
     scale = 1.0 if math.isfinite(most) else max(float(known.max()), 1e-300)
@@ -383,7 +378,7 @@ def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableS
     """Returns the tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`; empty if there are none.
 
     Raises:
-        InputError: a feature of the tables is not among ``features`` or the other way round, or tables share a feature.
+        InputError: the tables and ``features`` do not have the same features, or `table_specs` refuses the tables.
     """
     specs = table_specs(tables)
     places = {"tables": dict.fromkeys(feature_names(specs)), "affinity": dict.fromkeys(features)}
@@ -402,7 +397,7 @@ def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[s
         return None
     numbers = tuple(float(factor) for factor in factors)
     wrong = [
-        f"{number:g} of feature {name!r}"
+        f"{number:g} for feature {name!r}"
         for name, number in zip(features, numbers, strict=False)
         if not 0 <= number < math.inf
     ]

@@ -98,8 +98,8 @@ class TowerPartitioner:
 
         Raises:
             InputError: a parameter is out of range or does not fit the measure, tables and ``measure`` have different
-                features, rules do not fit the features or contradict each other, a limit needs tables, there are more
-                towers than blocks, or no assignment within all rules and limits was found.
+                features, rules do not fit the features or contradict each other, a limit needs tables, ``num_towers``
+                does not fit blocks or categories, or no assignment within all rules and limits was found.
         """
         from threadpoolctl import threadpool_limits
 

@@ -54,7 +54,11 @@ class Blocks:
         return total / np.outer(sizes, sizes)
 
     def costs(self, affinity: FeatureAffinity, sign: float) -> Costs:
-        """Returns as costs the gains of pairs and triples of blocks times ``sign``, -1 to keep them inside towers."""
+        """Returns the costs for the search: the gains of pairs and triples of blocks, times ``sign``.
+
+        ``sign`` is -1 to keep interacting blocks in one tower, 1 to separate them. The cost of a pair of blocks is the
+        mean over their pairs of features, where gains that may be noise count as 0, plus triples inside the two blocks.
+        """
         pairs = sign * self.matrix(affinity.significant(), affinity.features)
         np.fill_diagonal(pairs, 0.0)
         block_of = {name: i for i, names in enumerate(self.names) for name in names}
@@ -100,13 +104,13 @@ def prepare(
         The parts to solve, one per category, and warnings for the user.
 
     Raises:
-        InputError: a limit needs tables, rules contradict each other, or towers outnumber blocks.
+        InputError: a limit needs tables, rules conflict, or ``num_towers`` does not suit blocks or categories.
     """
     is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
     if not measure.tables and is_limited:
         raise InputError(
-            "TowerPartitioner: max_work_ratio and max_tower_bytes need the tables, but the affinity has none. Give "
-            "tables=, or an affinity with tables."
+            "TowerPartitioner: max_work_ratio and max_tower_bytes need the tables, but the affinity has none. Pass "
+            "tables= to fit() or partition(), or use an affinity that has tables."
         )
     blocks = make_blocks(measure, rules)
     max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * blocks.loads[1].sum() / num_towers

@@ -25,8 +25,7 @@ class PartitionRules(BaseModel):
     elements that a sample reads: pooling factor times embedding dim, summed over the tower's features. Its bytes are
     those of its tables' weights, without optimizer state.
 
-    Raises:
-        InputError: a rule is unknown, has the wrong type or is out of range.
+    Raises `InputError` if a rule is unknown, has the wrong type or is out of range.
 
     Example:
         >>> categories = {"user": ["user_*", "age"], "item": ["item_*"]}

@@ -56,7 +56,10 @@ class Bounds:
         return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
 
     def excess(self, tower_loads: Floats) -> Floats:
-        """Returns how far loads [R, ...] are outside the limits, summed over resources as shares of totals: [...]."""
+        """Returns by how much loads [R, ...] lie above or below the limits, summed over the R resources: [...].
+
+        The excess on each resource is a share of its total load. The result lacks the first axis of ``tower_loads``.
+        """
         shape = (-1,) + (1,) * (tower_loads.ndim - 1)
         scale = self.totals.reshape(shape)
         over = (tower_loads - self.upper.reshape(shape)) / scale

@@ -43,7 +43,7 @@ def saved_bytes(
     bytes that hosts send when they sum the row's gradient.
 
     Args:
-        counts: accesses of the table's rows.
+        counts: accesses to the table's rows.
         table: the table, whose bags have at most one id.
         topology: the mesh sizes.
         num_ids: mean number of ids of a feature in a rank's batch: B if no bag is empty, else less.

@@ -66,7 +66,7 @@ class HotCopies:
         module: the sharded collection.
         rows: the hot rows by table, int64 [n], ascending and not empty; at least one table.
         inside: ranks of this host.
-        across: one rank of each host.
+        across: the ranks in this rank's position on every host.
         whole: all ranks.
         owned: tables whose learning rate and number of updates this rank sends to the others; one rank owns each table.
     """

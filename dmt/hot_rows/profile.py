@@ -17,7 +17,7 @@ __all__ = ["AccessProfile", "RowCounts"]
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Number of accesses of the rows of one table.
+    """Number of accesses to the rows of one table.
 
     Example:
         >>> RowCounts.of([2, 7, 7, 7]).merged(RowCounts.of([7, 9]))
@@ -27,11 +27,11 @@ class RowCounts:
     rows: NDArray[np.int64]
     """The counted rows, int64 [n], ascending."""
     counts: NDArray[np.int64]
-    """Accesses of each counted row, int64 [n]."""
+    """Accesses to each counted row, int64 [n]."""
 
     @property
     def total(self) -> int:
-        """Accesses of all rows."""
+        """Accesses to all rows."""
         return int(self.counts.sum())
 
     @staticmethod
@@ -59,13 +59,13 @@ class RowCounts:
 
 
 class AccessProfile:
-    """Counts the accesses of the rows of all tables, batch by batch.
+    """Counts the accesses to the rows of all tables, batch by batch.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
 
     Raises:
-        InputError: two tables share a name or a feature, or a ``data_type`` is not supported.
+        InputError: two tables share a name or a feature, or `table_specs` refuses a table for another reason.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -96,7 +96,7 @@ class AccessProfile:
         self.num_samples += num_samples
 
     def __getitem__(self, table: str) -> RowCounts:
-        """Returns the accesses of a table's rows so far."""
+        """Returns the accesses to a table's rows so far."""
         return self._counts[table]
 
     def ids_per_sample(self, table: TableSpec) -> float:

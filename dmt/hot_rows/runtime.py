@@ -80,8 +80,8 @@ class HotRows:
             rows change only when you call `refresh` or `replicate`.
 
     Raises:
-        InputError: an argument is out of range or not the same on all ranks; the model does not have exactly one such
-            collection, or has tower modules, replicas or the global id route; or no table can have copies.
+        InputError: an argument has the wrong type, is out of range or differs between ranks; the model does not have
+            exactly one such collection, has tower modules, replicas or the global id route; or no table can be copied.
 
     Example::
 

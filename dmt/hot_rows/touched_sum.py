@@ -28,7 +28,7 @@ _BITS = 8
 class TouchedRowsSum:
     """Sums the gradients of tables with ``shapes`` [rows, columns] over the ranks of all hosts.
 
-    ``inside`` has the ranks of this host, ``across`` one rank of each host.
+    ``inside`` has the ranks of this host, ``across`` the ranks in this rank's position on every host.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], inside: ProcessGroup, across: ProcessGroup) -> None:

@@ -42,7 +42,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         options: other arguments of TorchRec's ``DefaultDataParallelWrapper``, except ``allreduce_comm_precision``.
 
     Raises:
-        InputError: ``precision`` is unknown, or arguments are not the same on all ranks.
+        InputError: ``mesh`` is not a `TowerMesh`, ``precision`` is unknown, or arguments differ between ranks.
 
     Example::
 

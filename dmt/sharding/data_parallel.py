@@ -57,7 +57,8 @@ class DataParallelOptimizer(FusedOptimizer):
         state: dict[Any, dict[str, Tensor]] = {}
         for name, weight in weights.items():
             if obstacle := data_parallel_obstacle(settings[name]):
-                raise InputError(f"Table {name!r} is data-parallel, but {obstacle}. Use another optimizer or scheme.")
+                remedy = "Change the table's optimizer settings, or use another scheme."
+                raise InputError(f"Table {name!r} is data-parallel, but {obstacle}. {remedy}")
             kind = optimizer_name(settings[name]) or ""
             self._kinds[name], self._settings[name] = kind, {**FUSED_DEFAULTS, **settings[name]}
             shape = weight.shape[:1] if kind == "rowwise_adagrad" else weight.shape

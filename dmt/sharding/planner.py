@@ -96,9 +96,9 @@ class TowerShardingPlanner:
             to the towers; for modules of TorchRec's sharders they are global.
 
         Raises:
-            InputError: no module has a dmt sharder, a collection has no sharder or two, a table shares its weight,
-                tables or rules do not fit (see `plan_tables` and `parameter_sharding`), or TorchRec cannot place the
-                tables left to it or would have to replicate them.
+            InputError: no module has a dmt sharder, a collection has no sharder or two, a table shares its weight, a
+                tower plan, tables or rules do not fit (see `plan_tables` and `parameter_sharding`), or TorchRec cannot
+                place the tables left to it, or would have to replicate them (num_replicas above 1).
         """
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
@@ -290,7 +290,7 @@ def _check_plan(plan: TowerPlan, collections: Mapping[str, Sequence[Sequence[Any
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
-    """Returns TorchRec's ``ParameterSharding`` with tower-local ranks; raises `InputError` for key_value on a CPU."""
+    """Returns a ``ParameterSharding`` with tower-local ranks; `InputError` as `table_shards`, or key_value on a CPU."""
     if placement.kernel == "key_value" and device_type == "cpu":
         raise InputError(
             f"Table {table.name!r} has kernel='key_value', which FBGEMM supports on GPUs only. Use another kernel."

@@ -108,8 +108,7 @@ class TableShard(NamedTuple):
 def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     """Returns the shards of a placed table, one for each entry of ``placement.ranks``.
 
-    Raises:
-        InputError: the table cannot be cut into so many shards; the message names the table.
+    Raises `InputError` if the table cannot be cut into so many shards; the message names the table.
     """
     rows, columns, num = table.num_embeddings, table.embedding_dim, len(placement.ranks)
     heights, widths = [rows] * num, [columns] * num
@@ -130,7 +129,8 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     """Returns the shards of a table that is placed in a tower of ``num_ranks`` ranks.
 
     Raises:
-        InputError: the tower lacks the ranks, or the table cannot be cut this way; the message names tower and table.
+        InputError: the placement names a rank that the tower does not have; a row-wise or data-parallel placement does
+            not use all of its ranks; or the table cannot be cut into so many shards. The message names the table.
     """
     ranks, of_tower = placement.ranks, tuple(range(num_ranks))
     if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):
@@ -154,8 +154,7 @@ def check_columns(table: Any) -> None:
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
     """Returns how many rows each row shard of a table has: equal blocks, of which the last may be shorter.
 
-    Raises:
-        InputError: a shard would be empty; the caller names the table and the remedy.
+    Raises `InputError` if a shard would be empty; the caller adds the table and the remedy.
 
     Example:
         >>> row_shards(10, 4)

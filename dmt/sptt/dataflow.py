@@ -158,8 +158,7 @@ class SPTTModule(TowerState):
         Keys may be in any order. Extra keys are ignored, and so are weights unless the bags are weighted. The ids of
         weighted bags may be either argument: an ``EmbeddingTowerCollection`` takes them as the second.
 
-        Raises:
-            InputError: no ids are given, or `AgreedIds.checked` refuses them.
+        Raises `InputError` if no ids are given, or `AgreedIds.checked` refuses them.
         """
         # An EmbeddingBagCollection has one argument for both kinds of bags, so this takes either argument.
         wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)
@@ -176,8 +175,7 @@ class SPTTModule(TowerState):
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
         """Starts to send each row to the peer of its samples (step f); returns the result in flight. Collective.
 
-        Raises:
-            InputError: a tower's output differs in width from the first batch's, or has a wider dtype.
+        Raises `InputError` if a tower's output differs in width from the first batch's, or has a wider dtype.
         """
         # Do not wait here: the dense part of the model computes meanwhile.
         (columns_BS,) = self.columns(ctx, [self.exchange_outputs(ctx, output)])

@@ -40,11 +40,10 @@ class AgreedIds:
     def checked(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Returns the ids, without weights unless the bags are weighted; collective for the first batch.
 
-        Raises:
-            InputError: a feature is missing, weights are missing or require a gradient, ids are neither int32 nor
-                int64, the batch size varies by feature, dtypes differ between the first batches of two ranks, or keys
-                or dtypes differ from those of the rank's first batch. For the first batch all ranks raise, later only
-                the rank whose batch is refused.
+        Raises `InputError` if a feature is missing, weights are missing or require a gradient, ids are neither int32
+        nor int64, the batch size varies by feature, dtypes differ between the first batches of two ranks, or keys or
+        dtypes differ from those of the rank's first batch. For the first batch all ranks raise, later only the rank
+        whose batch is refused.
         """
         if self._keys:
             self._check(ids)
@@ -182,8 +181,8 @@ class PeerIdRoute:
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Forwards the ids of a started exchange inside the tower (SPTT step a) once they have arrived.
 
-        A train pipeline waits twice, for sizes and then for ids, but two hops need four waits: this method waits for
-        the sizes of hop 1, the first wait for the ids of hop 1 and the sizes of hop 2, the second for the ids of hop 2.
+        Two hops need four waits (sizes and ids of each), but a train pipeline waits only twice: for the ids of hop 1
+        and the sizes of hop 2, and then for the ids of hop 2. So this method itself waits for the sizes of hop 1.
         """
         first = KJTListSplitsAwaitable([started], ctx).wait()
 

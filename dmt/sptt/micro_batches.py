@@ -86,8 +86,7 @@ class MicroBatches:
     def detach(self) -> None:
         """Makes the module run on whole batches again, with its former forward method.
 
-        Raises:
-            InputError: the handle is already detached, or the module's forward has been replaced since.
+        Raises `InputError` if the handle is already detached, or the module's forward has been replaced since.
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(
@@ -102,10 +101,9 @@ class MicroBatches:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward micro-batch by micro-batch.
 
-        Raises:
-            InputError: the arguments contain no ``KeyedJaggedTensor``, or some of different batch sizes; an argument or
-                output has an unsupported type or lacks one row per sample; an output depends on other samples; or the
-                forward does not call each sharded module once per micro-batch.
+        Raises `InputError` if the arguments contain no ``KeyedJaggedTensor``, or some of different batch sizes; an
+        argument or output has an unsupported type or lacks one row per sample; an output depends on other samples; or
+        the forward does not call each sharded module once per micro-batch.
         """
         leaves, _ = _leaves((args, kwargs))
         batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}

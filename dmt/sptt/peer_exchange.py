@@ -142,8 +142,7 @@ class AgreedOutputs:
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
         """Returns the columns [P, O], in the agreed dtype if there are several towers.
 
-        Raises:
-            InputError: the pieces are not the agreed ones, or the agreed dtype cannot represent that of the columns.
+        Raises `InputError` unless the pieces are the agreed ones and the agreed dtype can represent the columns'.
         """
         columns_PO, pieces, _ = output
         tower, num_towers = self.exchange.group.rank(), self.exchange.group.size()

@@ -30,8 +30,7 @@ class ExchangePrecision:
     clamps magnitudes to 65504; backward, it sends scaled gradients, so its range differs (see `backward`). In every
     format the result has the dtype of the towers' outputs.
 
-    Raises:
-        InputError: a format is unknown.
+    Raises `InputError` if a format is unknown.
 
     Example:
         >>> precision = ExchangePrecision(forward="fp16", backward="bf16")

@@ -103,7 +103,10 @@ def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
 
 
 def wrap(module: Any, **changes: Any) -> None:
-    """Changes fields of a module's encoder from its next lookup on; every rank must call it between two batches."""
+    """Changes fields of a module's `RowEncoder`, given by keyword, with effect from the module's next lookup.
+
+    All ranks must make the same change between the same two batches. Defaults for every option remove the encoder.
+    """
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
     is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None

@@ -131,11 +131,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         ``params`` is the sharding of each table, with ranks and placements local to its tower (0..L-1). Every rank
         checks the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
-        Raises:
-            InputError: TorchRec's planner made the plan; ranks differ in towers, tables, settings or plan; a table has
-                no sharding, an unsupported scheme, a rank outside the tower, other shards than those of its scheme, or
-                an ``output_dtype``; its scheme or kernel excludes its dtype, settings or id route; it requires no
-                gradient, averages weighted bags, has no moments to scale, or its columns are not a multiple of four.
+        Raises `InputError` if TorchRec's planner made the plan; towers do not fit the mesh; ranks differ in towers,
+        tables, settings or plan; a table has no sharding, an unsupported scheme, a rank outside the tower, other shards
+        than those of its scheme, or an ``output_dtype``; its scheme or kernel excludes its dtype, settings or id route;
+        it requires no gradient, averages weighted bags, has no moments to scale, or `check_columns` refuses it.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(

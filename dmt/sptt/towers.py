@@ -73,7 +73,11 @@ class ShardedTowerCollection(SPTTModule):
         self._trained = [(parameter, parameter.requires_grad) for parameter in self.interactions.parameters()]
 
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
-        """Returns the outputs of this rank's towers side by side, in logical order: [P, O]; refuses other shapes."""
+        """Runs the modules of this rank's towers; returns their outputs side by side, in logical order: [P, O].
+
+        Raises `InputError` if a tower module does not return a tensor [samples, columns], or ``requires_grad`` of one
+        of its parameters was changed after sharding.
+        """
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Padding reaches no tower module: a batch norm would count it, and the norm of zeros has no gradient. Keys are
         # in the order of the tables, so that a tower module may also read embeddings by position.
@@ -122,6 +126,9 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     an ``EmbeddingCollection``, its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
     of lengths, columns] values. The module returns [P, O] for P samples of all peers.
 
+    Sharding raises `InputError` if towers have tables of one name, weighted and unweighted bags, or a parameter in
+    common across mesh towers; or, with ``unique``, if a tower module has batch norm or dropout.
+
     Args:
         mesh: the process groups of this job.
         placement: mesh tower of each logical tower of the collection; by default tower i on mesh tower i. Several
@@ -150,9 +157,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     def mesh_towers(self, module: EmbeddingTowerCollection) -> tuple[int, ...]:
         """Returns the mesh tower of each logical tower.
 
-        Raises:
-            InputError: the placement and the collection differ in length, or the placement names an unknown mesh tower
-                or leaves a mesh tower empty.
+        Raises `InputError` unless each logical tower is placed on a mesh tower, and each mesh tower has at least one.
         """
         num_towers = self.mesh.topology.num_towers
         placement = tuple(range(num_towers)) if self.placement is None else self.placement

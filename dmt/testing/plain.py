@@ -53,7 +53,7 @@ class PlainTraining:
         has_half_tables: True to round the weights of tables to FP16 after each update.
 
     Raises:
-        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments to scale.
+        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unsupported or has no moments to scale.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class PlainTable:
         self._settings, self._scale, self._steps = settings, moment_scale if widths else 1.0, 0
         self._optimizer = optimizer_name(settings)
         if self._optimizer is None:
-            known = list(FBGEMM_NAMES.values())
-            raise InputError(f"fused_params: optimizer={settings['optimizer']} is unknown. Use one of {known}.")
+            refused = f"the plain reference does not support optimizer={settings['optimizer']}"
+            raise InputError(f"fused_params: {refused}. Use one of {list(FBGEMM_NAMES.values())}.")
         columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
         self.states = [weight.new_zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
         """FBGEMM's ``momentum1`` (Adam: also ``momentum2``): [rows, columns], or [rows, column shards] if row-wise."""

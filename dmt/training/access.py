@@ -40,8 +40,7 @@ class _Header:
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
     """Writes a profile as Parquet: columns table (its place in the profile), row, accesses; ``numbers`` are metadata.
 
-    Raises:
-        InputError: the file cannot be written.
+    Raises `InputError` if the file cannot be written.
     """
     counts = [profile[table.name] for table in profile.tables]
     header = _Header(format=_FORMAT, num_samples=profile.num_samples, tables=profile.tables, numbers=numbers)
@@ -58,8 +57,7 @@ def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
 def load_profile(path: Path) -> AccessProfile:
     """Reads a profile that `save_profile` wrote.
 
-    Raises:
-        InputError: the file is absent, damaged, or not an access profile.
+    Raises `InputError` if the file is absent, damaged, or not an access profile.
     """
     return _load(path, "Count the rows again with `dmt prepare`.")[0]
 
@@ -96,8 +94,7 @@ def save_hot_rows(state: HotRowsState, folder: Path) -> None:
 def load_hot_rows(folder: Path) -> HotRowsState | None:
     """Reads the state that `save_hot_rows` wrote; None if the checkpoint's run had no hot rows.
 
-    Raises:
-        InputError: a file is damaged, or the file of counts is missing.
+    Raises `InputError` if a file is damaged, or the file of counts is missing.
     """
     from dmt.hot_rows.runtime import HotRowsState
 

@@ -267,8 +267,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
     """Makes a sharded `ClickTask` cut batches into ``train.micro_batches`` parts; returns the handle, or None for 1.
 
-    Raises:
-        InputError: the model was sharded with the flat dataflow.
+    Raises `InputError` if the model was sharded with the flat dataflow.
     """
     if config.micro_batches == 1:
         return None

@@ -49,8 +49,7 @@ _TIMEOUT = timedelta(minutes=30)
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
     """Returns the kind of device that ``train.device`` selects on this host; ``auto`` selects GPUs if they can be used.
 
-    Raises:
-        InputError: GPUs are wanted and cannot be used.
+    Raises `InputError` if GPUs are wanted and cannot be used.
     """
     can_use_gpus = torch.cuda.is_available() and any(importlib.metadata.distributions(name="fbgemm-gpu"))
     if wanted == "cuda" and not can_use_gpus:
@@ -64,8 +63,7 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
     """Returns this rank's device; on GPUs, makes GPU ``local_rank`` current. Call it before creating process groups.
 
-    Raises:
-        InputError: the host has fewer GPUs than ranks.
+    Raises `InputError` if the host has fewer GPUs than ranks.
     """
     if kind == "cpu":
         return torch.device("cpu")

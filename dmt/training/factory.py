@@ -139,8 +139,7 @@ def check_outputs(job: Job, model: nn.Module) -> None:
 def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
     """Returns a model's output if it has one logit per sample: a tensor [B, 1] or [B], where B is ``num_samples``.
 
-    Raises:
-        InputError: the output has another shape or is not a tensor; the message begins with ``place``.
+    Raises `InputError` if the output has another shape or is not a tensor; the message begins with ``place``.
     """
     if isinstance(output, Tensor) and list(output.shape) in ([num_samples, 1], [num_samples]):
         return output
@@ -152,8 +151,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
 def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
     """Returns the logits [B] of a batch if its two halves give the same; ``model`` must be in evaluation mode.
 
-    Raises:
-        InputError: a sample's logit depends on the other samples of its batch.
+    Raises `InputError` if a sample's logit depends on the other samples of its batch.
     """
     dense, ids = batch.dense_features, batch.sparse_features
     samples, lengths = torch.arange(len(dense)), ids.lengths().view(-1, len(dense))
@@ -330,7 +328,7 @@ class _MetaSequences(MetaTables):
         self._lengths = lengths
 
     def forward(self, ids: Tensor) -> Any:
-        """Returns a dict of a ``JaggedTensor`` of B samples by feature; of ``ids`` [B], only the size matters."""
+        """Returns a dict with one ``JaggedTensor`` of B samples per feature; only the length of ``ids`` [B] matters."""
         return {
             feature: JaggedTensor(
                 table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids

@@ -154,8 +154,7 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
 def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
     """Returns the data of a run, opened unless ``data`` is given, and the uncut tables of its columns.
 
-    Raises:
-        InputError: the data cannot be read or do not fit the config.
+    Raises `InputError` if the data cannot be read or do not fit the config.
     """
     data = data or ClickData(config.data, cache=data_cache(config.train.output_dir))
     tables = tables_of(
@@ -227,7 +226,7 @@ def _with_sequences(
         if not config.model.has_towers:
             raise InputError(
                 f"{config.model.chosen} is flat, so in the tower dataflow the embedding of every item of {sequence!r} "
-                "(data.sequences) would cross hosts. Set sharding.dataflow='flat', or use a model in towers."
+                "(data.sequences) would cross hosts. Set sharding.dataflow='flat', or choose a multi-tower model."
             )
         if sequence in plan.outside:
             raise InputError(
@@ -245,8 +244,7 @@ def _with_sequences(
 def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], data: ClickData | None) -> list[str]:
     """Returns the features that ``towers.outside`` puts outside towers, in addition to those of the plan.
 
-    Raises:
-        InputError: a feature is unknown, or the plan cuts its table.
+    Raises `InputError` if a feature is unknown, or the plan cuts its table.
     """
     wanted, features, cut = config.towers.outside, dict.fromkeys(feature_names(tables)), _cuts(plan, tables)
     if not isinstance(wanted, str):

@@ -78,8 +78,7 @@ class ClickMetrics:
     def compute(self) -> MetricValues:
         """Returns the metrics over the rows of all ranks of the group; a rank may have seen no row. Collective.
 
-        Raises:
-            InputError: no rank has a row, or a logit is not finite.
+        Raises `InputError` if no rank has a row, or a logit is not finite.
         """
         sums = self._sums.cpu()
         if self._group is not None:
@@ -87,7 +86,7 @@ class ClickMetrics:
         negatives, positives = sums[:_BINS], sums[_BINS : 2 * _BINS]
         loss, positive, rows, not_finite = sums[2 * _BINS :].tolist()
         if not rows:
-            raise InputError("There is no row to evaluate. Check data.eval_path, split_column and eval_fraction.")
+            raise InputError("There are no rows to evaluate. Check data.eval_path, split_column and eval_fraction.")
         if not_finite:
             raise InputError(
                 "The model predicts NaN or infinity: training has diverged. Lower optimizer.sparse_lr or "

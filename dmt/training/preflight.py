@@ -49,8 +49,8 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     """Makes all checks of a run that need only one process, and returns its plain model on the meta device.
 
     Raises:
-        InputError: settings, data, optimizer and devices do not fit each other or ``world_size``, or a factory's model
-            returns something other than logits.
+        InputError: settings, data, optimizer and devices do not fit each other or ``world_size``; or `build_model` or,
+            for the model of a factory, `check_outputs` raises it.
     """
     config = job.config
     config.topology.build().check_world_size(world_size)
@@ -77,7 +77,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
         )
     check_rows(config, world_size, job.data.num_rows("train"))
     if job.data.num_rows("eval") == 0:
-        raise InputError("There is no row to evaluate. Check data.eval_path, split_column and eval_fraction.")
+        raise InputError("There are no rows to evaluate. Check data.eval_path, split_column and eval_fraction.")
     model = build_model(job, device="meta")
     if config.model.factory is not None:
         check_outputs(job, model)

@@ -114,8 +114,7 @@ def starting_folder(config: TrainingConfig) -> Path:
 
     The run's own checkpoints take precedence over ``train.resume``: a killed run continues from its last checkpoint.
 
-    Raises:
-        InputError: ``train.resume`` names a folder without a checkpoint.
+    Raises `InputError` if ``train.resume`` names a folder without a checkpoint.
     """
     own_folder, wanted = checkpoint_folder(config), config.train.resume
     if wanted == "auto" or checkpoints(own_folder):
@@ -235,8 +234,7 @@ def open_lock(folder: Path) -> IO[bytes]:
 
     Without the lock, a second job would delete what the first writes. On a file system without locks, none is taken.
 
-    Raises:
-        InputError: the folder cannot be written to, or another job has locked it.
+    Raises `InputError` if the folder cannot be written to, or another job has locked it.
     """
     check_output("train.output_dir", folder, is_folder=True)
     file = (folder / ".lock").open("ab")

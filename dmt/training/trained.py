@@ -47,8 +47,8 @@ def checkpoint_of(
         mesh: ranks that find the checkpoint together, each reading some of its files; collective if it is given.
 
     Raises:
-        InputError: there is no checkpoint, its config cannot be read, ``data_path`` cannot replace synthetic rows,
-            or the config names a function that is not allowed.
+        InputError: there is no intact checkpoint, its config or data settings cannot be read, ``data_path`` cannot
+            replace its rows (see `with_files`), or the config names a function that is not allowed.
     """
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
@@ -92,14 +92,16 @@ def check_encoding(folder: Path, job: Job) -> None:
     if len({(config.vocabulary or "").partition("#")[2] for config in both}) > 1:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
-        remedy = "Undo these changes, or name rows with the columns of that run (--data of dmt score and dmt export)."
-        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. {remedy}")
+        remedy = "Undo these changes, or pass data that has that run's columns (--data of dmt score and dmt export)."
+        found = f"The checkpoint {folder} was trained on rows with a different encoding"
+        raise InputError(f"{found}: {shorten(wrong)}. {remedy}")
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns the settings in which two configs, as plain data, differ: ``section.key: saved -> now``.
 
-    Changed paths of rows are left out: evaluation rows do not affect training, and `start_from` compares training rows.
+    A data path that both configs set is left out even if it differs: evaluation rows do not affect training, and
+    `start_from` compares the training rows.
     """
     before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}

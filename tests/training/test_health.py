@@ -183,7 +183,7 @@ def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
 
 def test_a_run_without_a_row_to_evaluate_or_without_labels_is_refused_before_it_trains(tmp_path: Path) -> None:
     run = on_files(rows(tmp_path / "a" / "day.parquet", [*range(40)]), data={"eval_path": None, "eval_fraction": 0.001})
-    with pytest.raises(InputError, match=r"There is no row to evaluate. Check data\.eval_path"):
+    with pytest.raises(InputError, match=r"There are no rows to evaluate. Check data\.eval_path"):
         checked_model(open_job(run), 2)
     job = open_job(run)
     job.data.columns = replace(job.data.columns, label=None)  # as another program may have written them

@@ -330,5 +330,5 @@ def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raw_data.json").write_text(job.data.raw.model_dump_json())
     check_encoding(tmp_path, job)
     for change in ({"dense": ["d_3", "d_2", "d_1"]}, {"dense_transform": "none"}, {"id_mode": "frequency"}):
-        with pytest.raises(InputError, match=rf"rows of another encoding: data\.{next(iter(change))}: .* -> "):
+        with pytest.raises(InputError, match=rf"rows with a different encoding: data\.{next(iter(change))}: .* -> "):
             check_encoding(tmp_path, open_unsharded(changed(run, data=change)))

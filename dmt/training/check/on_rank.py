@@ -68,7 +68,10 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Difference divided by the allowed one, to find the worst; 0 if equal, infinity for NaN or if 0 is allowed."""
+        """``difference / allowed``, by which the worst finding is chosen.
+
+        0 if the difference is 0; infinity if the difference is NaN, or is above 0 where ``allowed`` is 0.
+        """
         if self.agrees and self.difference == 0:
             return 0.0
         return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf

@@ -70,8 +70,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     The shrunk run pins the schemes of ``job``'s sharding plan, which was made for the full size and the config's memory
     limit. If towers keep their number of ranks, every shard keeps its ranks. Expected results go to ``folder``.
 
-    Raises:
-        InputError: the shrunk tables cannot be placed.
+    Raises `InputError` if the shrunk tables cannot be placed.
     """
     topology = fewer_ranks(job.topology, limits.max_ranks)
     keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower

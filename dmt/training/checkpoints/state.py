@@ -186,7 +186,11 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes its content. Only `digest` raises write errors: in `write`, they would end the process."""
+    """A file opened for writing that hashes its content.
+
+    Errors of writing and syncing are not raised at once, because PyTorch calls `write` from C++, where an exception
+    would terminate the process. The first one is kept, and `digest` raises it: always call `digest` after closing.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")

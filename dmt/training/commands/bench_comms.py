@@ -59,7 +59,8 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
     """Measures this job's ranks and links; returns a `Cluster` called ``name``, the same on all ranks. Collective.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the number of ranks, or many bytes took no longer than few.
+        InputError: ``ranks_per_host`` does not divide the number of ranks, or a large message took no longer than a
+            small one, so that no rate can be computed.
     """
     hosts = dist.get_world_size() // ranks_per_host
     # A tower is a host here, so peers are one rank of each host.
@@ -231,7 +232,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     """Measures this job and writes the cluster file ``out``; returns what to print on rank 0, None on other ranks.
 
     Raises:
-        InputError: torchrun did not start the job, `measure_cluster` raises it, or ``out`` cannot be written.
+        InputError: torchrun did not start it, `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if unset := [key for key, value in place.items() if not value.isdecimal()]:

@@ -158,7 +158,7 @@ def demo_settings(data: str) -> list[str]:
     ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows are for evaluation.
 
     Raises:
-        InputError: the file does not exist or its kind is unknown.
+        InputError: the file does not exist, cannot be read, or is of an unknown kind.
     """
     if (Path(data) / MANIFEST).is_file():
         return [to_override("data.prepared", data)]

@@ -34,7 +34,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     ``options`` has the command's options by name, with ``-`` as ``_``; the plan records ``command``, the command line.
 
     Raises:
-        InputError: options contradict each other, a file cannot be read, or the towers cannot be made as asked.
+        InputError: options contradict each other, a file cannot be read or written, or towers cannot be made as asked.
     """
     run, data, module, strategy = (options[name] for name in ("checkpoint", "data", "tower_module", "strategy"))
     if run is None and (data is None or module is None or strategy not in ("auto", "interactions")):
@@ -130,7 +130,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
     If ``data.tables`` is set, plans the tables that this file describes instead, without data.
 
     Raises:
-        InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
+        InputError: a file cannot be read or written, the optimizer or model is refused, or the tables cannot be placed.
     """
     run = load_config(config, overrides)
     job = open_job(run)

@@ -31,7 +31,7 @@ def run_prepare(
     ``ids`` is ``"config"`` or ``"frequency"``, ``vocabulary`` a prepared folder whose ids to reuse; else see `prepare`.
 
     Raises:
-        InputError: ``vocabulary`` is given without ids by frequency, or `prepare` raises it.
+        InputError: ``vocabulary`` is given without ids by frequency, or `load_config` or `prepare` raises it.
     """
     given = [*overrides, *(["data.id_mode=frequency"] if ids == "frequency" else [])]
     run = load_config(config, [*given, *([to_override("data.vocabulary", vocabulary)] if vocabulary else [])])

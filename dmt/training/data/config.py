@@ -204,7 +204,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
     An entry may have a ``data_type``, ``"FP32"`` (default) or ``"FP16"``, and ``sequences``: [sequence, target] pairs.
 
     Raises:
-        InputError: the file is missing or not JSON, entry N (from 1) is malformed, or tables or features share a name.
+        InputError: the file has no tables in JSON, entry N (from 1) is malformed, or tables or features share a name.
     """
     place = f"data.tables={str(path)!r}"
     record = read_file(path, "JSON", place=place, remedy="Name a JSON file with a list of tables.")

@@ -142,8 +142,8 @@ def prepare(
         dims: embedding dims for the access counts, as keyword arguments of `tables_of`; by default 4 for every table.
 
     Raises:
-        InputError: the folder exists or cannot be written, the data cannot be read, more than ``max_rejects`` rows are
-            invalid, or options contradict each other.
+        InputError: the folder exists or cannot be written, the data cannot be read or do not fit ``config``, more than
+            ``max_rejects`` rows are invalid, or options contradict each other.
     """
     _check(config, out, eval_only=eval_only, min_count=min_count)
     files = _files(config)

@@ -71,9 +71,9 @@ def export_run(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: there is no intact checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
-            depends on other samples, the logits of an FP32 program differ, or ``out`` does not end in ``.pt2`` or
-            cannot be written.
+        InputError: see `checkpoint_of`, `ServedModel` and `make_program`; or the data do not fit the checkpoint, a
+            logit depends on other samples, the logits of an FP32 program differ, or ``out`` does not end in ``.pt2``
+            or cannot be written.
     """
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, the ending of exported PyTorch programs.")
@@ -189,8 +189,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def load_program(path: Path) -> torch.nn.Module:
     """Loads an exported program; call it like `ServedModel`.
 
-    Raises:
-        InputError: the file cannot be read.
+    Raises `InputError` if the file cannot be read.
     """
     try:
         return torch.export.load(path).module(check_guards=False)

@@ -112,7 +112,11 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Returns float32 embeddings by feature: a pooled ``KeyedTensor`` [B, sum of N], or ``JaggedTensor`` [n, N]."""
+        """Returns float32 embeddings.
+
+        For bags, a ``KeyedTensor`` [B, sum of N]; for sequences, a dict from embedding name to ``JaggedTensor`` with
+        values [n, N].
+        """
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]

@@ -58,7 +58,8 @@ def score(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: model or data cannot be read or do not match, or ``out`` cannot be written or names another format.
+        InputError: model or data cannot be read or do not match, a function is not allowed, a logit of rows with labels
+            is not finite, or ``out`` cannot be written or names another format.
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")

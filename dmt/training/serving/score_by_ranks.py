@@ -54,8 +54,8 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, ``out`` exists or is not writable, or
-            ``model`` is an exported program.
+        InputError: the model or the data cannot be read or do not fit each other, a function is not allowed, ``out``
+            exists or is not writable, ``model`` is an exported program, or the rows come from a ``data.source``.
     """
     if model.suffix == ".pt2" or model.is_file():
         raise InputError(

@@ -171,7 +171,7 @@ def error_on_rank(rank: int, *arguments: Any) -> str:
 @pytest.mark.ranks
 def test_columns_in_another_order_than_in_training_are_refused(run: Path, tmp_path: Path) -> None:
     """Globs name them in the order of the file, in which the weights would stand for other columns."""
-    file, words = run / "clicks.parquet", r"rows of another encoding: data\.categorical: \['c_ad', 'c_user', .*--data"
+    file, words = run / "clicks.parquet", r"with a different encoding: data\.categorical: \['c_ad', 'c_user', .*--data"
     trained = pq.read_table(file)
     pq.write_table(trained.select(trained.column_names[::-1]), file)
     for use in (partial(score, out=tmp_path / "p"), partial(export_run, out=tmp_path / "m.pt2"), affinity_of_run):
