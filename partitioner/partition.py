@@ -115,8 +115,7 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:
     """Compares a plan with strided towers and with ``random`` assignments, which map each feature to a tower's number.
 
-    Raises:
-        InputError: plan and affinity have different features.
+    Raises `InputError` if plan and affinity have different features.
     """
     # Sorted by name, so that sums do not depend on the order of the features.
     ordered = affinity.permuted(sorted(plan.features))

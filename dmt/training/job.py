@@ -117,7 +117,7 @@ def make_job(
     ``num_dense`` is the number of dense columns; ``data`` are the opened data of the tables, None if there are none.
 
     Raises:
-        InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
+        InputError: a plan cannot be read, a plan or rule does not fit, or the optimizer has no moments to scale.
     """
     if towers is None:
         towers, tables = _in_towers(config, tables, data)
@@ -141,7 +141,7 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
     except for features that the config lists there.
 
     Raises:
-        InputError: the data cannot be read or do not fit the config, or the tower plan does not fit the data.
+        InputError: the data or the tower plan cannot be read, or do not fit the config or each other.
     """
     data, tables = open_tables(config, data)
     if counted := data.ids_per_row:
