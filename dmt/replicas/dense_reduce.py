@@ -29,7 +29,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     step      what                                                                         group
     ========= ============================================================================ ============================
     1         reduce-scatter of a bucket of gradients, [n] -> [n / ranks per host]         ranks of a host
-    2         all-reduce of that part; in flight while the rest of the backward pass runs  one rank of each host
+    2         all-reduce of that part; in flight while the rest of the backward pass runs  same position on each host
     3         all-gather, at the end of the backward pass: [n / ranks per host] -> [n]     ranks of a host
     ========= ============================================================================ ============================
 
