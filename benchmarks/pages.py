@@ -233,13 +233,14 @@ def _readme_sentences() -> Iterable[str]:
     yield "flat model: {:.2f}. `unique` raises that to {:.2f}, the other options to {:.2f}".format(*gains)
     yield f"keeps each core busy for {same.compute:.2f} seconds per step, products for {four.compute:.2f}"
     models, towers = ("dlrm-products", "dcn"), _record("interaction_towers")["comparisons"]
-    yield "lost {:.4f} and {:.4f} on flights".format(*(-aucs["flights", model, "strided", 4] for model in models))
+    yield "cost products {:.4f} and `dmt-dcn` {:.4f} on flights".format(*(-aucs["flights", model, "strided", 4] for model in models))
     learned = [row["median_difference"] for row in towers if row["baseline"] == "flat"]
     learned += [aucs[data, model, "interactions", 4] for data in ("flights", "hotel") for model in models]
-    yield f"at most {-min(learned):.4f} in towers learned from interactions"
-    yield f"last row's step takes {contenders['dmt-cr16+all+rank-towers+outside'].median:.2f} seconds"
+    yield f"learned from interactions cost neither more than {-min(learned):.4f}"
+    last = [contenders[f"dmt-cr16+all+rank-towers{option}"].median for option in ("+outside", "")]
+    yield "last row's step then takes {:.2f} instead of {:.2f} seconds".format(*last)
     yield f"AUC changed by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f}"
-    yield f"With products it fell by up to {-min(_outside_changes('dlrm-products')):.4f}"
+    yield f"The AUC of products fell by up to {-min(_outside_changes('dlrm-products')):.4f}"
 
 
 def _performance_sentences() -> Iterable[str]:
