@@ -230,10 +230,11 @@ def _readme_sentences() -> Iterable[str]:
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["products-cr4+all+rank-towers"]
     yield f"the same model over towers sends {_megabytes(contenders['sptt'])} MB"
     gains = [_best(contenders, "fp32").median / f.median for f in (contenders["sptt"], contenders["sptt+unique"], same)]
-    yield "flat model: {:.2f}. `unique` raises that to {:.2f}, the other options to {:.2f}".format(*gains)
+    yield "flat model: {:.2f}. `unique` raises that to {:.2f}, and all options together to {:.2f}".format(*gains)
     yield f"keeps each core busy for {same.compute:.2f} seconds per step, products for {four.compute:.2f}"
     models, towers = ("dlrm-products", "dcn"), _record("interaction_towers")["comparisons"]
-    yield "cost products {:.4f} and `dmt-dcn` {:.4f} on flights".format(*(-aucs["flights", model, "strided", 4] for model in models))
+    strided = [-aucs["flights", model, "strided", 4] for model in models]
+    yield "cost products {:.4f} and `dmt-dcn` {:.4f} on flights".format(*strided)
     learned = [row["median_difference"] for row in towers if row["baseline"] == "flat"]
     learned += [aucs[data, model, "interactions", 4] for data in ("flights", "hotel") for model in models]
     yield f"learned from interactions cost neither more than {-min(learned):.4f}"
