@@ -25,12 +25,14 @@ from dmt._torchrec import (
     fused_settings,
     group_env,
     lookups_of,
+    on_weight_gradient,
     place_globally,
     scale_learning_rate,
     set_output_of_empty,
     settings_on_parameters,
 )
 from dmt.collectives import gather_objects
+from dmt.errors import InputError
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
@@ -103,15 +105,15 @@ class GroupSharded:
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
     def adapt(self, optimizer: Any) -> None:
-        """Completes Adam's states; restores the user's rate in ``param_groups``, which the kernel then scales."""
+        """Completes Adam's states; restores the user's rate in ``param_groups``; refuses losses of the weights."""
         complete_adam(optimizer)
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
-        assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
+        assert len(scales) <= 1, f"FBGEMM groups tables by their settings, but a kernel has moment scales {scales}"
         # Algorithm 1 divides the moment by c under the root: steps grow by a factor of sqrt(c), see `moment_scaled`.
         factor = math.sqrt(scales.pop()) if scales else 1.0
-        # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
         if factor != 1.0:
             scale_learning_rate(optimizer, factor)
+        on_weight_gradient(optimizer, _refuse_gradient)
 
 
 class GroupShardedEC(OpenShardedEC, GroupSharded):
@@ -159,6 +161,14 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
         if ctx.is_filled_up:
             awaitable.callbacks.append(lambda sequences: split_rows(sequences, [0, 1])[0])
         return awaitable
+
+
+def _refuse_gradient(weights: Tensor) -> None:
+    if weights.grad is not None:  # else a lookup was used
+        raise InputError(
+            "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "
+            "this part of the loss would have no effect. Penalize the embeddings of the batch, or set weight_decay."
+        )
 
 
 def place_in_group(

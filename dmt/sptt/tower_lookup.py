@@ -22,9 +22,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward, on_weight_gradient
+from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
-from dmt.errors import InputError
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
 
@@ -79,7 +78,6 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
             self.adapt(optimizer)
-            on_weight_gradient(optimizer, _refuse_gradient)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":
@@ -162,14 +160,6 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
         # Views, since `repeat_interleave` would copy the widths to a GPU in every batch, and wait for it.
         return torch.cat([c[:, None].expand(-1, n) for c, n in zip(columns, self._widths, strict=True)], dim=1).float()
-
-
-def _refuse_gradient(weights: Tensor) -> None:
-    if weights.grad is not None:  # else a lookup was used
-        raise InputError(
-            "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "
-            "this part of the loss would have no effect. Penalize the embeddings of the batch, or set weight_decay."
-        )
 
 
 class DataParallelTables(nn.Module):
