@@ -110,6 +110,7 @@ class ReplicaSync:
         for module in self._modules if mesh.topology.num_replicas > 1 else ():
             module.before_lookup = self._note_pass
             module.after_lookup = functools.partial(_note_updates, module)
+            module.after_states_loaded = self._states.forget  # else a delayed mean would mix old states into them
         self.restart()
 
     def restart(self, *, steps: int = 0) -> None:

@@ -41,6 +41,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         # Replicas that nothing averages would drift apart without an error, so only `dmt.ReplicaSync` allows lookups.
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
+        self.after_states_loaded: Callable[[], None] = self.read_again
+        """Called after states of the tables' optimizers were loaded. `dmt.ReplicaSync`, without hot rows, sets it."""
         self.hot: Any = None
         """Copies of hot rows, `dmt.hot_rows.copies.HotCopies`, which train instead of the rows of their tables."""
         self.encoder: RowEncoder | None = None
@@ -164,9 +166,9 @@ class _TowerOptimizer(CombinedOptimizer):
         return super().state
 
     def post_load_state_dict(self) -> None:
-        """Marks the copies of hot rows as outdated; TorchRec calls it once it has loaded states."""
+        """Tells the owners of hot rows and of averages in flight; TorchRec calls it once it has loaded states."""
         super().post_load_state_dict()
-        self._owner.read_again()
+        self._owner.after_states_loaded()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,9 @@ def test_what_is_loaded_is_not_mixed_with_what_was_under_way(rank: int) -> None:
     for one in own_tables(model):
         assert torch.equal(one.tensor, loaded[one.name]), one.name
     training.step(2)
+    assert sync._states._works
+    model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
+    assert not sync._states._works, "a delayed mean of other states would be mixed into those that were loaded"
     sync.sync()
     sync.check()
 
