@@ -244,8 +244,8 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     )
 
 
-def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
-    """Makes DDP settle its gradient buckets by three passes over rows of zeros, which change the tables; collective.
+def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer, step: int) -> None:
+    """Gives DDP its gradient buckets of ``step`` by up to three passes over zeros, which change tables; collective.
 
     After its second backward pass, DDP rearranges its buckets by the order in which gradients arrived. With three ranks
     or more, this changes the order of summation, so call it before restoring a model that continues a run. In the third
@@ -258,7 +258,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     batch = ClickBatch(torch.zeros(rows, job.num_dense), ids, torch.zeros(rows), torch.ones(rows))
     if job.towers is not None:
         batch = batch.split_columns(job.towers.column_splits)
-    for _ in range(3):
+    for _ in range(min(step, 3)):
         optimizer.zero_grad()
         model(batch.to(current_device(job.device_type)))[0].backward()
     optimizer.zero_grad()

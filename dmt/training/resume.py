@@ -189,7 +189,7 @@ def restore_run(
         return
     if job.data.source is not None and len(start.sources) == mesh.topology.world_size:
         job.data.source.start_state = start.sources[mesh.rank]
-    settle_gradient_buckets(job, model, optimizer)
+    settle_gradient_buckets(job, model, optimizer, start.position.step)
     load(start.folder, model, optimizer, mesh=mesh)
     optimizer.set_step(start.position.step)
     if replicas is not None:
