@@ -43,6 +43,7 @@ __all__ = [
     "embedding_values",
     "join_rows",
     "place_in_group",
+    "refuse_gradient",
     "split_rows",
     "table_configs",
     "table_weights",
@@ -105,7 +106,7 @@ class GroupSharded:
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
     def adapt(self, optimizer: Any) -> None:
-        """Completes Adam's states; restores the user's rate in ``param_groups``; refuses losses of the weights."""
+        """Completes Adam's states; restores the user's rate in ``param_groups``, which the kernel then scales."""
         complete_adam(optimizer)
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"FBGEMM groups tables by their settings, but a kernel has moment scales {scales}"
@@ -113,7 +114,6 @@ class GroupSharded:
         factor = math.sqrt(scales.pop()) if scales else 1.0
         if factor != 1.0:
             scale_learning_rate(optimizer, factor)
-        on_weight_gradient(optimizer, _refuse_gradient)
 
 
 class GroupShardedEC(OpenShardedEC, GroupSharded):
@@ -143,6 +143,7 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
             super().__init__(module, sharding, group_env(group), **options)
         self.share_output_dtype(options["fused_params"])
         for _, optimizer in self.fused_optimizer.optimizers:
+            on_weight_gradient(optimizer, refuse_gradient)
             self.adapt(optimizer)
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
@@ -163,7 +164,8 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
         return awaitable
 
 
-def _refuse_gradient(weights: Tensor) -> None:
+def refuse_gradient(weights: Tensor) -> None:
+    """Raises `InputError` if table weights have a gradient, which comes from a loss of the weights themselves."""
     if weights.grad is not None:  # else a lookup was used
         raise InputError(
             "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "

@@ -22,10 +22,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
+from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward, on_weight_gradient
 from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
 from dmt.sharding.data_parallel import DataParallelOptimizer
-from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
+from dmt.sptt.group_sharded import Embeddings, GroupSharded, refuse_gradient, table_configs, table_weights
 
 __all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys"]
 
@@ -78,6 +78,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
             self.adapt(optimizer)
+            on_weight_gradient(optimizer, _check_gradient)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":
@@ -160,6 +161,11 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
         # Views, since `repeat_interleave` would copy the widths to a GPU in every batch, and wait for it.
         return torch.cat([c[:, None].expand(-1, n) for c, n in zip(columns, self._widths, strict=True)], dim=1).float()
+
+
+def _check_gradient(weights: Tensor) -> None:
+    if weights.grad is not None:  # asked here, so that a plain batch enters no other file
+        refuse_gradient(weights)
 
 
 class DataParallelTables(nn.Module):
