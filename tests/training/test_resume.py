@@ -107,6 +107,7 @@ def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_
     undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
     expected, stop_at = trained(undisturbed, STEPS), 2 if name == "first step" else 7
     assert attempt(interrupted, stop_at=stop_at) is None
+    assert name != "first step" or steps_of(interrupted) == [1]
     assert [step for step, _ in losses(interrupted)["train/loss"]] == list(range(1, stop_at + 1))
     found = trained(interrupted, STEPS)
     assert losses(interrupted) == losses(undisturbed)
