@@ -229,7 +229,7 @@ class TowerPlan:
 
         Raises:
             InputError: a feature is missing or unknown, two tables have the same name, the features of a shared table
-                are in different towers or only partly outside, or a table differs from `tables`.
+                are in different towers or only partly outside, or a table differs from `tables` in more than rows.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)), partly=partly)

@@ -167,6 +167,7 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
 def refuse_gradient(weights: Tensor) -> None:
     """Raises `InputError` if table weights have a gradient, which comes from a loss of the weights themselves."""
     if weights.grad is not None:  # else a lookup was used
+        weights.grad = None  # as large as the table
         raise InputError(
             "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "
             "this part of the loss would have no effect. Penalize the embeddings of the batch, or set weight_decay."

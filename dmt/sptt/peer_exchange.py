@@ -55,7 +55,8 @@ class Pending(LazyAwaitable[Any]):
     @property
     def _result(self) -> Any:
         """The result, None before its first use; TorchRec reads it at each use. No autograd function may read it."""
-        if self._has_gradients and not is_fwd_grad_enabled():
+        is_used = self._end is None and torch.is_inference_mode_enabled()  # reading metrics does no harm
+        if self._has_gradients and not is_fwd_grad_enabled() and not is_used:
             raise InputError(
                 "The result of a sharded module, still in flight, was passed to a torch.autograd.Function (such as a "
                 "reentrant checkpoint or torch.distributed.nn.all_gather). This gives gradients to tensors only, so "

@@ -179,11 +179,12 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
             collection = getattr(tower, "embedding", tower)
             is_plain = type(tower).forward is EmbeddingTower.forward
-            if not is_plain or type(collection) not in (EmbeddingBagCollection, EmbeddingCollection):
+            forwards = (EmbeddingBagCollection.forward, EmbeddingCollection.forward)
+            if not is_plain or type(collection).forward not in forwards:
                 raise InputError(
                     f"Tower {i} has the type {type(tower).__name__}, its collection {type(collection).__name__}. It "
-                    "must be an EmbeddingTower with its forward unchanged, and hold one EmbeddingBagCollection or one "
-                    "EmbeddingCollection. For bags beside sequences, place two towers on one mesh tower (placement=), "
+                    "must be an EmbeddingTower that holds one EmbeddingBagCollection or EmbeddingCollection, both with "
+                    "unchanged forward. For bags beside sequences, place two towers on one mesh tower (placement=), "
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
             refuse(sequences=isinstance(collection, EmbeddingCollection), id_route=self.id_route)

@@ -215,6 +215,8 @@ def test_a_first_use_without_gradients_leaves_those_of_the_forward_pass() -> Non
     for outputs in (Pending(lambda: 3 * weight), Pending(lambda: {"ad": 3 * weight})["ad"]):
         with torch.no_grad():
             assert float(outputs.sum()) == 6
+        with torch.inference_mode():
+            assert float(torch.mean(outputs)) == 3
         checkpoint(torch.neg, outputs.clone(), use_reentrant=True).sum().backward()
         # Autograd gives gradients of a Function to arguments that are tensors, and to no others.
         with pytest.raises(InputError, match=r"Pass result\.clone\(\)"), pytest.warns(UserWarning, match="be None"):
