@@ -184,7 +184,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
                 raise InputError(
                     f"Tower {i} has the type {type(tower).__name__}, its collection {type(collection).__name__}. It "
                     "must be an EmbeddingTower that holds one EmbeddingBagCollection or EmbeddingCollection, both with "
-                    "unchanged forward. For bags beside sequences, place two towers on one mesh tower (placement=), "
+                    "forward unchanged. For bags beside sequences, place two towers on one mesh tower (placement=), "
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
             refuse(sequences=isinstance(collection, EmbeddingCollection), id_route=self.id_route)
