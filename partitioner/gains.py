@@ -130,10 +130,10 @@ def _measure_triples(
     if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
         note = f"The {count:,} triples of features were not measured, because that would take more than a minute."
         return (), [note] if count else []
-    fit, columns = _fewer(fit, columns, num_rows)
-    for _ in range(_PAIR_ROUNDS):
-        for pair in np.argwhere(np.triu(measured.significant(), k=1) > 0):
-            fit = fit.stepped(join([columns[i] for i in pair], fit.most_cells))
+    if num_rows < len(fit.labels):
+        fit, columns = _fewer(fit, columns, num_rows)
+    for pair in [*np.argwhere(np.triu(measured.significant(), k=1) > 0)] * _PAIR_ROUNDS:
+        fit = fit.stepped(join([columns[i] for i in pair], fit.most_cells))
     triples = np.array(list(combinations(range(len(columns)), 3)), dtype=np.int64)
     found, error = gains_of(columns, triples, fit, title="Measuring triples")
     # What is left of single features and of pairs, weak ones above all, is no interaction of three.

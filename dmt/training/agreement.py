@@ -218,11 +218,11 @@ def _check_finite(by_rank: Sequence[list[int]]) -> None:
     first = min(step for steps in by_rank for step in steps)
     # The loss comes first: a bad one makes all gradients bad, on all ranks.
     for place, what in enumerate(("the loss", "a gradient")):
-        ranks = [str(rank) for rank, steps in enumerate(by_rank) if steps[place] == first]
+        ranks = [f"rank {rank}" for rank, steps in enumerate(by_rank) if steps[place] == first]
         if ranks and first != _NEVER:
             raise InputError(
-                f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', rank ')}"
-                ". This state is not saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
+                f"Training has diverged: NaN or infinity at step {first} in {what} of {shorten(ranks, ', ')}. "
+                "This state is not saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
                 "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training "
                 "resumes from the last checkpoint."
             )
