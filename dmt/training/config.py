@@ -48,7 +48,7 @@ class ModelConfig(Section):
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``). ``dmt-dlrm-products`` adds inner products of a tower's
     features to its ``p`` outputs; it needs ``p`` of at least 1."""
     factory: str | None = None
-    """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)). Of this
+    """``package.module:function`` that builds your own model ([Training](training.md#your-own-model)). Of this
     section, only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` apply."""
     in_towers: bool = False
     """The factory's model has an ``EmbeddingTowerCollection``; false: the model is flat."""

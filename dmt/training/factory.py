@@ -217,7 +217,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         beside = f", one EmbeddingBagCollection of the features outside towers {outside!r:.99}" * (len(wanted) > 1)
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
-            f"and no other module with tables, but has {kinds}. Build it that way (docs/your_model.md), or change "
+            f"and no other module with tables, but has {kinds}. Build it that way (docs/training.md), or change "
             "model.in_towers."
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
