@@ -123,7 +123,7 @@ class ShardLoad(NamedTuple):
     reduced_bytes: float
     """Bytes sent per step for the all-reduce of a data-parallel table's gradient."""
     elsewhere: int = 0
-    """Bytes of weights and optimizer state in host memory or on an SSD, for a table whose kernel keeps them there."""
+    """Bytes of weights and optimizer state in host memory, for a table whose kernel keeps them there."""
 
     @property
     def needed(self) -> int:
@@ -188,7 +188,7 @@ class CostModel:
             # FBGEMM keeps a state with one number per row on the device.
             on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
             elsewhere, memory = memory - on_device, on_device
-        if kernel in ("fused_uvm_caching", "key_value"):
+        if kernel == "fused_uvm_caching":
             # A map of all rows, 4 bytes each; for each cached row its number and its last use, 8 bytes each.
             memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
         return ShardLoad(seconds, memory, activations, averaged, row_bytes, ids, outputs, reduced, elsewhere)

@@ -67,10 +67,8 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-    from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
 
-    kernels = SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags
-    known = {name for kernel in kernels for name in _signature(kernel).parameters}
+    known = _signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
     if not isinstance(kind := settings.get("optimizer", EmbOptimType.EXACT_SGD), EmbOptimType):
         return f"optimizer={kind!r} is not one of FBGEMM's, such as EmbOptimType.EXACT_ROWWISE_ADAGRAD"
     optimizer = str(kind)

@@ -290,12 +290,8 @@ def _check_plan(plan: TowerPlan, collections: Mapping[str, Sequence[Sequence[Any
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
-    """Returns a ``ParameterSharding`` with tower-local ranks; `InputError` as `table_shards`, or key_value on a CPU."""
-    if placement.kernel == "key_value" and device_type == "cpu":
-        raise InputError(
-            f"Table {table.name!r} has kernel='key_value', which FBGEMM supports on GPUs only. Use another kernel."
-        )
-    is_dense, has_cache = placement.scheme == "data_parallel", placement.kernel in ("fused_uvm_caching", "key_value")
+    """Returns a ``ParameterSharding`` with tower-local ranks; raises `InputError` as `table_shards` does."""
+    is_dense, has_cache = placement.scheme == "data_parallel", placement.kernel == "fused_uvm_caching"
     shards = []
     for rank, *offsets, rows, columns in table_shards(table, placement):
         device = "cpu" if device_type == "cpu" else f"{device_type}:{rank}"

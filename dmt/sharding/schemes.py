@@ -40,9 +40,9 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 IdRoute = Literal["peer", "global"]
 """Route of the ids to a table's tower: through the sending rank's peer there, or straight to the table's ranks."""
 ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
-Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value"]
+Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching"]
 """TorchRec's kernel of a table, which decides where its weights are (Neo, section 5.2): in device memory, in host
-memory, in host memory with a cache on the device, or on an SSD with such a cache."""
+memory, or in host memory with a cache on the device."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 EVERYWHERE = ("row_wise", "data_parallel")
 """Schemes that use every rank of the tower."""
@@ -69,9 +69,9 @@ class TablePlacement:
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     kernel: Kernel = "fused"
-    """Kernel of the table. On a CPU ``key_value`` is refused, and the others mean ``fused``."""
+    """Kernel of the table. On a CPU all mean ``fused``."""
     cache_load_factor: float = 0.2
-    """Share of the rows that the cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
+    """Share of the rows that the cache on the device holds; for ``fused_uvm_caching``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))

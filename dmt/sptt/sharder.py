@@ -208,7 +208,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
             # Nothing would update a dense table that is not data-parallel, and no ReplicaSync would average it.
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables need 'dense', others a fused kernel. "
-            "Make the plan with TowerShardingPlanner.": (kernel == "dense") == is_fused,
+            "Make the plan with TowerShardingPlanner.": not kernel.startswith("fused" if is_fused else "dense"),
             "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
             "divide the weights.": is_weighted and getattr(table, "pooling", None) is PoolingType.MEAN,
             # TorchRec would train it nevertheless.

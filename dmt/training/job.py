@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import human_bytes
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
@@ -28,7 +27,6 @@ from dmt.training.data.config import read_tables
 __all__ = [
     "PREPARED",
     "Job",
-    "check_tables_on_ssd",
     "check_table_optimizer",
     "crossing_costs",
     "data_cache",
@@ -329,27 +327,6 @@ def check_table_optimizer(config: OptimizerConfig, device: str) -> None:
             f"optimizer.sparse={config.sparse!r}: FBGEMM has no CPU kernel for it, and tables live on the CPU here. "
             f"Use one of {list(_CPU_OPTIMIZERS)}, or GPUs (train.device='cuda')."
         )
-
-
-def check_tables_on_ssd(job: Job) -> None:
-    """Raises `InputError` if the plan puts tables on SSDs but the job's optimizer or devices do not support that."""
-    placed = () if job.sharding is None else job.sharding.tables
-    on_ssd = [
-        f"{t.name!r} ({human_bytes(t.memory)} with its cache)" for t in placed if t.placement.kernel == "key_value"
-    ]
-    for is_wrong, needed, actual in (
-        (
-            job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"),
-            "FBGEMM has only row-wise AdaGrad and Adam",
-            f"optimizer.sparse={job.config.optimizer.sparse!r}",
-        ),
-        (job.device_type == "cpu", "FBGEMM needs a cache on a GPU (train.device='cuda')", "CPUs"),
-    ):
-        if on_ssd and is_wrong:
-            raise InputError(
-                f"The plan puts table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {actual}. "
-                "Change sharding.tables, or change the run to match."
-            )
 
 
 def _plan_sharding(

@@ -23,7 +23,7 @@ from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
 from dmt.training.factory import check_outputs
-from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd
+from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
     "check_memory",
@@ -60,7 +60,6 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
             "Set sharding.dataflow='sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
     check_table_optimizer(config.optimizer, job.device_type)
-    check_tables_on_ssd(job)
     if job.opened_data is None:
         raise InputError(
             f"data.tables={config.data.tables!r} only describes tables. Set data.prepared or data.train_path instead."

@@ -165,7 +165,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
         "BF16 in train.dense_reduce": train.dense_reduce == "hierarchical_bf16",
         "sharding.unique=true": sharding.unique and config.model.has_towers,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
-        "tables in host memory or on SSDs": sharding.is_off_device,
+        "tables in host memory": sharding.is_off_device,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
     }
     return [what for what, is_set in ignored.items() if is_set]

@@ -1,4 +1,4 @@
-"""`TowerShardingPlanner`, from a model to TorchRec's plan, and tables pinned to host memory and SSDs; no ranks."""
+"""`TowerShardingPlanner`, from a model to TorchRec's plan, and tables pinned to host memory; no ranks."""
 
 from __future__ import annotations
 
@@ -176,7 +176,6 @@ def test_bytes_of_each_kernel() -> None:
         "fused": (36_000, 0),
         "fused_uvm": (4_000, 32_000),
         "fused_uvm_caching": (4_000 + cache, 32_000),
-        "key_value": (4_000 + cache, 32_000),
     }
     adam = CostModel(topology=one_tower(1), workload=StepWorkload(optimizer="adam"))
     load = adam.shard(table("t", 1000, 8), "table_wise", 1000, 8, kernel="fused_uvm")
@@ -211,6 +210,3 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     assert found.compute_kernel == "fused_uvm_caching"
     assert found.cache_params is not None
     assert found.cache_params.load_factor == 0.1
-    on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
-    with pytest.raises(InputError, match="Table 't' has kernel='key_value', which FBGEMM supports on GPUs only"):
-        parameter_sharding(table("t", 10), on_ssd, device_type="cpu")

@@ -293,6 +293,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
                              r"a row_wise table cannot be on ranks=\[1\]"),
     "data-parallel kernel": (lambda job: changed(job.one, put(compute_kernel="fused"), scheme="data_parallel"),
                              "'t1' in tower 0 is data_parallel with compute_kernel='fused'"),
+    "kernel of a table on an SSD": (lambda job: changed(job.one, put(compute_kernel="key_value"), scheme="table_wise"),
+                                    "'t1' in tower 0 is table_wise with compute_kernel='key_value'"),
     "dense kernel": (lambda job: changed(job.one, put(compute_kernel="dense"), scheme="table_wise"),
                      "'t1' in tower 0 is table_wise with compute_kernel='dense'"),
     "output dtype": (lambda job: changed(job.two, put(output_dtype=DataType.FP16)), "'t1' in tower 1 has output_dtype"),

@@ -72,7 +72,7 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("optimizer.sparse_lr=-1", r"optimizer\.sparse_lr: .*greater than 0 \(got -1\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm', 'dmt-dcn' or 'dmt-dlrm-products' \(got 'dlm'\)"),
         ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
-        ("sharding.tables.t=rowwise", r"tables\.t: Input should be 'table_wise', .* or 'key_value' \(got 'rowwise'\)"),
+        ("sharding.tables.t=rowwise", r"Input should be 'table_wise', .* or 'fused_uvm_caching' \(got 'rowwise'\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
         ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),

@@ -90,7 +90,6 @@ def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
     assert torch.equal(ids.sparse_features["C6[0:4]"].values(), ids.sparse_features["C6[12:16]"].values())
 
 
-SSD = {"tables": {"t_C1": "key_value"}}
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"towers": {"plan": "nowhere.json"}}, r"Tower plan nowhere\.json: cannot be read"),
     ({"topology": {"num_replicas": 2}}, r"2 \* 2 \* 2 = 8 ranks, but the job was started with WORLD_SIZE=4"),
@@ -104,8 +103,6 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
         r"None of the 6 tables can have .* 't_C1': data_parallel was asked for, but its weights are FP16",
     ),
     ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor a shipped cluster"),
-    ({"sharding": SSD}, r"'t_C1' \(559 bytes with its cache\) on an SSD .*has CPUs"),
-    ({"sharding": SSD, "optimizer": {"sparse": "sgd"}}, r"SSD .* only row-wise AdaGrad and Adam, but .*sparse='sgd'"),
 ]
 
 

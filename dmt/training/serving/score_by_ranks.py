@@ -25,7 +25,7 @@ from dmt.training.checkpoints.store import load
 from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
-from dmt.training.job import Job, check_tables_on_ssd, make_job
+from dmt.training.job import Job, make_job
 from dmt.training.preflight import check_same_input
 from dmt.training.serving.export import writing
 from dmt.training.serving.score import Predictions, Scored, open_rows
@@ -88,10 +88,8 @@ def _placed(job: Job, world_size: int) -> Job:
         "train": config.train.model_copy(update={"device": "auto", "dense_reduce": "ring"}),
         "replicas": ReplicasConfig(),
         "hot_rows": HotRowsConfig(),
+        "optimizer": OptimizerConfig(sparse="sgd"),  # which has no state
     }
-    if not config.sharding.is_off_device:
-        # SGD has no state. Tables on SSDs need the run's own optimizer.
-        changes["optimizer"] = OptimizerConfig(sparse="sgd")
     if config.topology.build().world_size != world_size:
         changes["topology"] = TopologyConfig(ranks_per_tower=world_size)
         # Schemes and the memory limit apply to the ranks of training only.
@@ -105,7 +103,6 @@ def _placed(job: Job, world_size: int) -> Job:
     placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, data=job.data)
     if placement is not None and config.model.has_towers:
         placed = replace(placed, towers=job.towers, placement=placement)
-    check_tables_on_ssd(placed)
     return placed
 
 
