@@ -160,7 +160,7 @@ def start_exchange(
         work = dist.all_to_all_single(outputs, inputs, expected, counts, group=group, async_op=True)
         arriving = list(outputs.split(expected))
         arriving[rank] = sent[rank]
-        return PendingExchange([work], [inputs, outputs]), arriving
+        return PendingExchange([work], [inputs, outputs, sent[rank]]), arriving
     arriving = [sent[rank] if other == rank else sent[rank].new_empty(size) for other, size in enumerate(sizes)]
     # Receives first: gloo sends only once the receiver has asked.
     calls = [

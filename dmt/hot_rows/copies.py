@@ -92,8 +92,8 @@ class HotCopies:
         self._widths = [table_of[feature].embedding_dim for feature in self._features]
         self._rows_of = {name: rows[table_of[name].name].to(self._device) for name in self._features}
         """Hot rows by feature, for the features that have some."""
-        is_hot = [name in self._rows_of for name in module.features]
-        self._hot_features = torch.tensor(is_hot, device=self._device).nonzero().flatten()
+        places = [i for i, name in enumerate(module.features) if name in self._rows_of]
+        self._hot_features = torch.tensor(places, device=self._device)  # from the host: pipelines use another stream
         self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self.lookup = self._make_lookup([name for name in tables if name in rows])
@@ -174,7 +174,6 @@ class HotCopies:
     @torch.no_grad()
     def read(self) -> None:
         """Copies weights and optimizer states of the hot rows from the tables; collective."""
-        self._module.flush()
         for tensor in self._tensors.values():
             tensor.zero_()
         for part in self._parts:

@@ -197,6 +197,7 @@ class HotRows:
                 self._module, rows, inside=self._inside, across=self._across, whole=self._everyone, owned=self._owned
             )
             # Read at once: a check of the run may compare copies before any batch reads them.
+            self._module.flush()  # not in `read`: between forward and backward pass, rows must stay in their cache
             self._copies.read()
         self._module.hot = self._copies
         wrap(self._module, take_out=None if self._copies is None else self._copies.split)

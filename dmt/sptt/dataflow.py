@@ -216,8 +216,11 @@ class SPTTModule(TowerState):
         """Steps b, d and e: looks up the ids that have arrived, and sends embeddings to the tower's ranks: [P, N]."""
         if not ctx.in_tower and ctx.request is not None:
             # A train pipeline that is detached and attached again exchanges the ids of its next batch twice with this
-            # context, but waits for the first exchange only.
+            # context, but waits for the first exchange only. The stream of the second could now reuse its buffers
+            # before this stream of a GPU has read them.
             ctx.request.wait().wait()
+            if torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()
         if ctx.encoder is not self.encoder:
             # The encoder was changed after the ids were sent: send them again, and forget the first exchange.
             assert ctx.ids_B is not None, "the batch was exchanged before"

@@ -178,7 +178,8 @@ def place_in_group(
     plan: Mapping[str, ParameterSharding], group: ProcessGroup, device: torch.device | None
 ) -> dict[str, ParameterSharding]:
     """Returns a plan with global ranks and the device of each, from one with the group's ranks. Collective."""
-    devices, ranks = gather_objects(str(device or "cpu"), group), get_process_group_ranks(group)
+    own = torch.empty(0, device=device or "cpu").device  # with a number: "cuda" is the current GPU
+    devices, ranks = gather_objects(str(own), group), get_process_group_ranks(group)
     return {name: place_globally(sharding, ranks, devices) for name, sharding in plan.items()}
 
 

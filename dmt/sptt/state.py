@@ -58,6 +58,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Returns this rank's tables (data-parallel ones whole, others as sharded tensors) and tower modules."""
         self.write_back()
+        self.flush()  # and empties caches, whose rows would overwrite what is loaded into these tensors in place
         for part in self.local_parts:
             destination = part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination

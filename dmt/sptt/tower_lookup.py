@@ -69,12 +69,14 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         self._data_parallel_group, self._over_hosts = data_parallel_group, over_hosts
         self._configs = table_configs(module)
         self._schemes = {table.name: sharding[table.name].sharding_type for table in self._configs}
-        self._target_device: torch.device | None = options["device"]
         with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):
             super().__init__(module, sharding, group_env(group), **options)
         self.share_output_dtype(options["fused_params"])
         # TorchRec's optimizer leaves out data-parallel tables, which it expects a dense optimizer to update.
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
+        for weight in (weight for optimizer in data_parallel for weight in optimizer.params.values()):
+            if not weight.is_meta:  # each rank has drawn its own, or copied them from a module built on its GPU
+                broadcast_tensor(weight.data, data_parallel_group)
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
             self.adapt(optimizer)
@@ -111,15 +113,11 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, start_mean)
 
     def reset_parameters(self) -> None:
-        """Initializes this rank's shards with each table's ``init_fn``, unless on meta; collective if data-parallel."""
-        if self._target_device is not None and self._target_device.type == "meta":
-            return
+        """Initializes this rank's shards with each table's ``init_fn``, unless on meta."""
         for table in self._configs:
             weight = self.embedding_bags[table.name].weight
-            table.init_fn(weight)
-            # Every rank has drawn different values, which is right for shards; but copies must be equal.
-            if self._schemes[table.name] == "data_parallel":
-                broadcast_tensor(weight.data, self._data_parallel_group)
+            if not weight.is_meta:
+                table.init_fn(weight)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts the id exchange inside the group."""

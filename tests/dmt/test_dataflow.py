@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -37,6 +39,10 @@ from dmt import (
 from dmt.collectives import gather_objects
 from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.planner import parameter_sharding
+from dmt.sharding.schemes import TablePlacement
+from dmt.sptt import group_sharded
+from dmt.sptt.group_sharded import place_in_group
 from dmt.sptt.id_routes import IdExchange
 from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
@@ -216,14 +222,41 @@ def test_a_backward_pass_that_raises_leaves_no_trace(rank: int) -> None:
     assert torch.equal(*ends)
 
 
+@on_ranks(2)
+def test_what_is_loaded_in_place_is_not_overwritten_by_cached_rows(rank: int) -> None:
+    """Rows in a cache on a GPU, here those of whole tables, are written to the tables until the cache is emptied."""
+    model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
+    (lookup,) = (lookup for one in model.module.sparse_arch.collections for lookup in one.lookups)
+    weights, cached = [weight.detach() for weight in lookup.parameters()], ["all rows"]
+    lookup.flush, lookup.purge = lambda: [weight.fill_(7) for weight in weights if cached], cached.clear
+    state = model.state_dict()
+    assert all((weight == 7).all() for weight in weights)
+    for weight in weights:
+        weight.zero_()  # as dcp.load does
+    model.load_state_dict(state)
+    assert not any(weight.any() for weight in weights)
+
+
+@on_ranks(1)
+def test_a_gpu_without_a_number_is_the_current_one(rank: int) -> None:
+    table = build(TWO).sparse_arch.towers[0].embedding.embedding_bag_configs()[0]
+    plan = {"t": parameter_sharding(table, TablePlacement(scheme="table_wise", ranks=(0,)), "cuda")}
+    with FakeTensorMode(), patch.object(group_sharded, "gather_objects", lambda device, group: [device]):
+        spec: Any = place_in_group(plan, dist.group.WORLD, torch.device("cuda"))["t"].sharding_spec
+    assert str(spec.shards[0].placement) == "rank:0/cuda:0"
+
+
 @on_ranks(4)
 def test_what_ranks_draw_is_equal_where_they_share_it(rank: int) -> None:
     """Every rank draws its own, and nothing is loaded afterwards."""
     torch.manual_seed(rank)
     mesh = TowerMesh(TWO_BY_TWO.topology)
     frozen, copied = replace(TWO_BY_TWO, kind="frozen"), replace(TWO_BY_TWO, scheme="data_parallel")
-    for case, part in ((frozen, "interaction"), (copied, "embedding_bags")):
-        parameters = dict(shard(case, build(case), mesh).state_dict())
+    # From a collection that was built on a GPU, TorchRec copies the weights of each rank.
+    both = [(copied, "embedding_bags", place) for place in ("cpu", "cuda")]
+    for case, part, place in [(frozen, "interaction", "cpu"), *both]:
+        with patch.object(EmbeddingBagCollection, "device", torch.device(place)):
+            parameters = dict(shard(case, build(case), mesh).state_dict())
         own = {name: value.clone() for name, value in parameters.items() if part in name}
         assert own
         for other in gather_objects(own, mesh.tower_group):

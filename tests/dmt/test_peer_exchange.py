@@ -18,7 +18,7 @@ from torchrec.distributed.types import LazyAwaitable, NoWait
 
 import dmt.collectives
 import dmt.sptt.peer_exchange
-from dmt.collectives import PendingExchange
+from dmt.collectives import PendingExchange, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.peer_exchange import AgreedOutputs, PeerExchange, Pending, TowerOutput
 from tests.ranks import on_ranks
@@ -91,6 +91,10 @@ def test_rows_go_to_their_samples_and_gradients_come_back(rank: int, in_one: boo
         check_several_at_once(exchange, rank)
         with torch.no_grad():
             assert torch.equal(exchange(sent_by(rank, 1, (3, 0, 5)), (3, 0, 5)).wait(), gathered(rank, 1, (3, 0, 5)))
+        pending, arriving = start_exchange([torch.ones(2)] * T, [2] * T, dist.group.WORLD)
+        held = {tensor.untyped_storage().data_ptr() for tensor in pending._tensors}
+        assert {tensor.untyped_storage().data_ptr() for tensor in arriving} <= held, "a stream is told of all"
+        pending.wait()
     assert len(calls) >= 4 * len(BATCHES)
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt import TowerMesh
-from dmt.sptt.dataflow import SPTTContext
+from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.training.build import build_optimizer, in_micro_batches, replica_sync, shard_model
 from dmt.training.job import open_job
 from tests.ranks import run_ranks
@@ -183,6 +184,15 @@ class OnAStream:
 
     def record_stream(self, stream: Any) -> None:
         self.streams.append(stream)
+
+
+def test_memory_of_a_pipeline_s_stream_is_read_before_it_is_reused() -> None:
+    """Where a pipeline has not waited, since it was detached and attached again."""
+    made = Mock(encoder=None, before_lookup=None, after_lookup=None, **{"_route.look_up.return_value": []})
+    with patch.object(torch.cuda, "is_initialized", lambda: True), patch.object(torch.cuda, "current_stream") as stream:
+        stream.return_value.synchronize.side_effect = lambda: made.request.wait.return_value.wait.assert_called_once()
+        SPTTModule.look_up(made, SPTTContext(request=made.request))
+    stream.return_value.synchronize.assert_called_once()
 
 
 def test_a_stream_is_told_of_the_ids_of_both_hops_and_of_the_rows() -> None:
