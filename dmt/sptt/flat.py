@@ -66,6 +66,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for table in of_tower
         }
         """All tables of the collection by name, in towers and outside."""
+        self.elsewhere = tuple(f"embedding_bags.{name}." for name in self.home_tables)  # own ones are never unknown
         self._keys = output_keys(table_configs(module))
         in_tower = _sub_collection(module, tables[self.mesh.tower])
         self.local_parts.append(sharder.shard_in_tower(in_tower, sharding, device))

@@ -49,6 +49,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Sends rows instead of samples; when it changes, batches in flight are sent again."""
         self.replicas_drifted = False
         """True while replicas may differ (`dmt.replicas.sync.drifted`). `dmt.ReplicaSync` sets it."""
+        self.elsewhere: tuple[str, ...] = ()
+        """Beginnings of the keys of other mesh towers, which a state of the unsharded module holds too."""
 
     @property
     def collections(self) -> list[Any]:
@@ -86,6 +88,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
+        unknown = [key for key in unknown if not key.startswith(self.elsewhere)]
         if strict and (missing or unknown):
             raise RuntimeError(
                 f"The state does not fit the model. Missing keys: {shorten(missing, ', ') or 'none'}. Unknown keys: "
@@ -93,6 +96,12 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        raise InputError(
+            f"load_state_dict was called on a module that holds the sharded {prefix!r}, where it loads neither tables "
+            "nor tower modules. Call it on the DistributedModelParallel."
+        )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters under the unsharded module's names."""

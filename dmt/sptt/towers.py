@@ -59,6 +59,7 @@ class ShardedTowerCollection(SPTTModule):
             device=device,
         )
         mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
+        self.elsewhere = tuple(f"towers.{i}." for i in range(len(placement)) if i not in mine)
         self._keys = {str(i): output_keys(table_configs(module.towers[i].embedding)) for i in mine}
         self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self.device)

@@ -179,6 +179,18 @@ def test_a_checkpoint_does_not_know_the_placement(rank: int, tmp_path: Path) -> 
             assert torch.equal(value, after[name]), name
 
 
+@on_ranks(4)
+def test_an_unsharded_state_loads_into_the_sharded_model(rank: int) -> None:
+    mesh = TowerMesh(TWO_BY_TWO.topology)
+    for kind in ("modules", "flat"):
+        case = replace(TWO_BY_TWO, dims=(8, 16, 12, 8), scheme="mixed", kind=kind)
+        model, state = shard(case, build(case), mesh), build(case).state_dict()
+        state = gather_objects(state, mesh.global_group)[0]  # each rank has drawn its own
+        assert not any(model.load_state_dict(dict(state))), "keys of other towers are not unexpected"
+        after = gather_plain_state(model)
+        assert all(torch.equal(after[name], value) for name, value in state.items())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_plain_training_leaves_a_weight_to_an_optimizer_of_its_own() -> None:
     table = nn.Embedding.from_pretrained(torch.ones(2, 4), freeze=False)
