@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
@@ -54,7 +55,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
     Raises:
         InputError: K is below 1 or differs between ranks; the module has no part sharded by a tower sharder, or has a
-            part sharded by TorchRec, which would run K times; or it already runs in micro-batches.
+            part sharded by TorchRec, which would run K times; it has batch norm; or it already runs in micro-batches.
 
     Example::
 
@@ -169,13 +170,17 @@ class MicroBatches:
                 f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders first."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
+        parts = (part for root in (self._module, *(p.local_parts for p in self._sparse)) for part in root.modules())
+        norm = next((type(part).__name__ for part in parts if isinstance(part, _BatchNorm)), "")
         # Checked first: if only one rank raised below, the others would wait for it.
-        arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already}
+        arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already, "norm": norm}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
             raise InputError(f"run_in_micro_batches: num_micro_batches={self._num} must be at least 1.")
         if runs_already:
             raise InputError(f"This {owner} already runs in micro-batches; call detach() on its handle first.")
+        if norm and self._num > 1:
+            raise InputError(f"{owner} holds a {norm}, which would normalize each micro-batch alone. Use LayerNorm.")
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:

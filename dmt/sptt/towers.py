@@ -216,8 +216,13 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
                 f"Tower {i} and tower 0 differ in is_weighted. Make all towers of a collection weighted, or none; "
                 "an EmbeddingCollection has no weights."
             )
-        for part in tower.interaction.modules() if is_unique else ():
-            if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
+        for part in tower.interaction.modules():
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
+                raise InputError(
+                    f"The tower module of tower {i} holds a SyncBatchNorm, which would mix its statistics with those "
+                    "of other towers. Use LayerNorm, or give it process_group=mesh.tower_module_group."
+                )
+            if is_unique and (isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)):
                 raise InputError(
                     f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, which "
                     "would treat samples that share a row as one. Use unique=False."

@@ -272,6 +272,10 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "unique": (lambda job: flat_sharder(job.two, unique="ranks"), "unique='ranks' must be True or False"),
     "unique towers that mix samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
         nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two, unique=True)), "unique=True, .* tower 1 holds a Batch"),
+    "towers that mix their samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
+        nn.SyncBatchNorm(8))]), TowerCollectionSharder(job.two)), "tower 1 holds a SyncBatchNorm, which would mix"),
+    "a state of the module inside": (lambda job: sharded(FLAT, job.two).module.load_state_dict({}, strict=False),
+                                     "on a module that holds the sharded 'sparse_arch.'"),
     "unique, global": (lambda job: flat_sharder(job.two, unique=True, id_route="global"), "unique=True needs id_"),
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
     "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"no setting lr=0\.1; its name is learning_ra"),
@@ -394,6 +398,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "micro-batches of a plain module": (lambda job: run_in_micro_batches(nn.Linear(2, 2)), "this Linear has no shard"),
     "micro-batches of ranks": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 2 * (1 - job.rank)),
                                "num_micro_batches is 2 on rank 0, but 0 on rank 1"),
+    "micro-batches of a batch norm": (lambda job: run_in_micro_batches(distribute(nn.Sequential(
+        FlatModel(make_tables([8, 8])), nn.BatchNorm1d(1)), flat_sharder(job.two))), "holds a BatchNorm1d, which"),
     "micro-batches twice": (micro_batches_twice, "This TowerModel already runs in micro-batches; call detach"),
     "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(flat_torchrec(
         make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())),
