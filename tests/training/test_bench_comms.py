@@ -14,7 +14,15 @@ from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.training.commands import bench_comms
-from dmt.training.commands.bench_comms import _Timing, bytes_sent, cut, measure_cluster, run_bench_comms, shapes_of
+from dmt.training.commands.bench_comms import (
+    _Timing,
+    bytes_sent,
+    check_places,
+    cut,
+    measure_cluster,
+    run_bench_comms,
+    shapes_of,
+)
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -94,3 +102,10 @@ def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
 def test_a_process_without_torchrun_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"measures its own torchrun job.*torchrun --nnodes 2"):
         run_bench_comms(tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize("places", [[(0, 2), (0, 2), (1, 2), (1, 2)], [(0, 3), (1, 3), (2, 3), (0, 1)]])
+def test_ranks_dealt_to_hosts_in_turn_or_unevenly_are_refused(places: list[tuple[int, int]]) -> None:
+    check_places([(0, 2), (1, 2), (0, 2), (1, 2)])
+    with pytest.raises(InputError, match=r"Start the same number of ranks on each host, with consecutive numbers"):
+        check_places(places)

@@ -142,7 +142,8 @@ class _Command(click.Command):
             name = parameter.name or ""
             if isinstance(parameter.type, _Output) and inputs.get(name) is not None:
                 outputs[max(parameter.opts, key=len)] = (inputs.pop(name), parameter.type.kind)
-        check_output_files(outputs, inputs.values())
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, only rank 0 writes
+            check_output_files(outputs, inputs.values())
         if (shown := super().invoke(ctx)) is not None:
             emit(shown, as_json)
             ctx.exit(shown.exit_code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
 from dmt.errors import InputError
-from dmt.formatting import human_bytes
+from dmt.formatting import human_bytes, shorten
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
@@ -32,7 +32,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
 
-__all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
+__all__ = ["bytes_sent", "check_places", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
 _REPEATS = 7
 _BYTES = 16_000_000  # of a rank, in the larger of the two collectives that are timed
@@ -232,13 +232,15 @@ def run_bench_comms(out: Path) -> Shown | None:
     """Measures this job and writes the cluster file ``out``; returns what to print on rank 0, None on other ranks.
 
     Raises:
-        InputError: torchrun did not start it, `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
+        InputError: torchrun did not start it, hosts have unlike numbers of ranks or ranks that are not consecutive,
+            `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if unset := [key for key, value in place.items() if not value.isdecimal()]:
         raise InputError(
             f"dmt bench-comms measures its own torchrun job, but {unset[0]} is not set to a number. Start it on "
-            "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
+            "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+            "--no-python dmt bench-comms"
         )
     rank, _, local, ranks_per_host = (int(value) for value in place.values())
     kind = device_type("auto")
@@ -246,6 +248,9 @@ def run_bench_comms(out: Path) -> Shown | None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:
+        everyone = dist.group.WORLD
+        assert everyone is not None, "it was just made"
+        check_places(gather_objects((local, ranks_per_host), everyone))
         cluster = measure_cluster(out.stem, ranks_per_host, device)
         # A rank that exits early can abort a peer that is still sending.
         dist.barrier()
@@ -255,6 +260,20 @@ def run_bench_comms(out: Path) -> Shown | None:
         return None
     save_cluster(cluster, out)
     return _show(cluster, out)
+
+
+def check_places(places: Sequence[tuple[int, int]]) -> None:
+    """Raises `InputError` unless each host has as many ranks, with consecutive numbers.
+
+    ``places`` are the values of ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` by rank.
+    """
+    size = places[0][1]
+    if len(places) % size or list(places) != [(rank % size, size) for rank in range(len(places))]:
+        found = shorten([str(place) for place in places], ", ", most=8)
+        raise InputError(
+            f"The ranks have (LOCAL_RANK, LOCAL_WORLD_SIZE) = {found}. "
+            "Start the same number of ranks on each host, with consecutive numbers, as torchrun does."
+        )
 
 
 def _show(cluster: Cluster, out: Path) -> Shown:
