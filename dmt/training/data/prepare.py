@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import shutil
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,8 +93,8 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     check_output("Folder for prepared rows", cache, is_folder=True)
-    began = time.time()
     with (cache / f".{folder.name}{_LOCK}").open("a+", encoding="utf-8") as lock:
+        before = os.fstat(lock.fileno()).st_mtime_ns
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
@@ -105,7 +104,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
         if not (folder / MANIFEST).exists():
             lock.seek(0)
             # Reading all rows again, in each rank, would only delay the error that another rank had meanwhile.
-            if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime > began:
+            if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime_ns != before:
                 raise InputError(text)
             logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
             try:
