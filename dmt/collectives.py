@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ __all__ = [
     "broadcast_tensor",
     "by_path",
     "check_agreement",
+    "from_rank",
     "gather_objects",
     "gather_on_first",
     "gather_parts",
@@ -248,20 +250,29 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
     Returns the results by group rank. Results are pickled and sent to every rank, so they should be small.
 
     Raises:
-        InputError: the lowest rank that failed raised an `InputError`; all ranks raise it with that rank's message.
+        InputError: the lowest rank that failed raised an `InputError`; all ranks raise it with that rank's message,
+            after its number and host unless it is the first of the group.
         RankError: the lowest rank that failed raised another exception, or its result cannot be pickled.
     """
-    result, failed, is_input = b"", None, False
+    result, failed, reason, is_input = b"", None, None, False
     try:
         # Pickled in the `try`: the other ranks would wait for a rank whose result cannot be pickled.
         result = pickle.dumps(work())
     except Exception as error:
-        failed, is_input = error, isinstance(error, InputError)
-    answers = gather_objects((failed and reason_of(failed), is_input, result), group)
+        failed, reason, is_input = error, reason_of(error), isinstance(error, InputError)
+        if is_input and group.rank():
+            # Others may see no such fault: a file may be absent on one host only.
+            reason = from_rank(dist.get_rank(), reason)
+    answers = gather_objects((reason, is_input, result), group)
     for rank, (reason, is_input, _) in zip(dist.get_process_group_ranks(group), answers, strict=True):
         if reason is not None:
             raise (InputError(reason) if is_input else RankError(f"rank {rank}: {reason}")) from failed
     return [pickle.loads(answer) for *_, answer in answers]
+
+
+def from_rank(rank: int, text: str) -> str:
+    """Returns a message of this process, which is ``rank``, preceded by the rank and the name of its host."""
+    return f"rank {rank} on {socket.gethostname()}: {text}"
 
 
 def reason_of(error: BaseException) -> str:

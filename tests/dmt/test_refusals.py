@@ -496,10 +496,18 @@ def test_it_is_named_on_every_rank(name: str, told: list[dict[str, str]]) -> Non
         assert re.search(CASES[name][1], of_rank[name]), f"{name}: {of_rank[name]}"
 
 
+def fail(text: str) -> None:
+    raise InputError(text)
+
+
 @on_ranks(2)
 def test_a_result_that_does_not_pickle_fails_on_all_ranks(rank: int) -> None:
     with pytest.raises(RankError, match=r"^rank 1: .*cannot pickle 'generator'"):
         run_on_all_or_raise(lambda: (i for i in range(3)) if rank == 1 else rank, dist.group.WORLD)
+    with pytest.raises(InputError, match=r"^rank 1 on \S+: no such file"):
+        run_on_all_or_raise(lambda: fail("no such file") if rank == 1 else None, dist.group.WORLD)
+    with pytest.raises(InputError, match=r"^no such file"):
+        run_on_all_or_raise(lambda: fail("no such file"), dist.group.WORLD)
     assert run_on_all_or_raise(lambda: [rank], dist.group.WORLD) == [[0], [1]]
     check_agreement("Here", {"a": {"x": (1, None)}, "b": torch.float32}, dist.group.WORLD)
 
