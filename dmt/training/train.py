@@ -106,6 +106,9 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     config = job.config
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
     counts = preflight(job, plain, mesh)
+    train, folder = config.train, checkpoint_folder(config)
+    # First, as it finds out whether all hosts share the folder.
+    saver = Checkpointer(folder, mesh, keep=train.keep_checkpoints, asynchronous=train.async_save)
     start = find_start(job, mesh)
     check_rows(config, step_rows(job, start.position) // config.train.batch_size, job.data.num_rows("train"))
     unused = [text for text in start.lines if text.startswith("optimizer.")]
@@ -129,8 +132,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     restore_run(start, job, mesh, model=model, optimizer=optimizer, replicas=replicas)
     hot = hot_rows(job, model, mesh)
     restore_hot_rows(start, hot, mesh)
-    train, folder = config.train, checkpoint_folder(config)
-    saver = Checkpointer(folder, mesh, keep=train.keep_checkpoints, asynchronous=train.async_save)
     run = Run(
         job=job,
         mesh=mesh,

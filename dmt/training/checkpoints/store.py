@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -185,15 +186,21 @@ def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
     return work() if mesh is None else on_all_ranks(work, mesh)
 
 
-def prepare_folder(folder: Path) -> None:
-    """Creates the folder of checkpoints and deletes partial ones in it; `InputError` if it cannot be written."""
+def prepare_folder(folder: Path) -> str:
+    """Creates the folder of checkpoints and deletes partial ones in it; `InputError` if it cannot be written.
+
+    Returns the name of a new empty folder in it, which only hosts that share the folder see.
+    """
     check_output("Checkpoint folder", folder, is_folder=True)
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
+    mark = folder / f".step-{secrets.token_hex(8)}.partial"  # if a kill leaves it, the next start deletes it
+    mark.mkdir()
     # Sync the entries of new folders to the disk. A folder that this process may not open is not new.
     for path in [folder, *folder.absolute().parents[:2]]:
         with suppress(PermissionError):
             fsync_path(path)
+    return mark.name
 
 
 def commit(scratch: Path, step: int) -> Path:
@@ -235,7 +242,7 @@ class Checkpointer:
         asynchronous: let `save` return once the state is copied to CPU memory; a thread then writes the copy.
 
     Raises:
-        InputError: rank 0 cannot write the folder; raised on every rank.
+        InputError: rank 0 cannot write the folder, or another rank does not share it; raised on every rank.
     """
 
     def __init__(self, folder: str | Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
@@ -246,7 +253,16 @@ class Checkpointer:
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
         self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
         self._pending: Future[str | None] | None = None
-        run_on_all_or_raise(partial(prepare_folder, self._folder) if self._leads else lambda: None, mesh.global_group)
+        prepare = partial(prepare_folder, self._folder) if self._leads else str
+        mark = self._folder / run_on_all_or_raise(prepare, mesh.global_group)[ranks[0]]
+        sees = gather_objects(mark.exists(), mesh.global_group)
+        if self._leads:
+            mark.rmdir()
+        if unseen := [f"rank {rank}" for rank, is_seen in enumerate(sees) if not is_seen]:
+            raise InputError(
+                f"Checkpoint folder {self._folder}: {shorten(unseen, ', ')} cannot see what rank 0 writes there. All "
+                "hosts must share it: name a folder of a shared file system (train.output_dir)."
+            )
 
     def save(
         self,

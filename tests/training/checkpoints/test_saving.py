@@ -103,6 +103,10 @@ def test_a_folder_that_hosts_do_not_share_takes_no_checkpoint(rank: int, tmp_pat
     assert not checkpointer.save(two_layers(1), None, step=3, progress={})
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["step-00000002"]
     assert newest(tmp_path / "in") is not None
+    with pytest.raises(InputError, match=r"Checkpoint folder in: rank 1 cannot see .*shared file system"):
+        Checkpointer(Path("in"), mesh)
+    if rank == 0:  # which leaves nothing
+        assert [path.name for path in Path("in").iterdir()] == ["step-00000002"]
 
 
 def test_files_are_on_the_disk_before_the_manifest_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
