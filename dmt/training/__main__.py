@@ -10,6 +10,7 @@ _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import click
@@ -35,11 +36,11 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         # Without this, ranks would keep training after their torchrun is killed.
         end_with(_PARENT)
     quiet_libraries(rank=rank)
+    load = cache(lambda: load_config(config, overrides))
     try:
-        settings = load_config(config, overrides)
         from dmt.training.train import train
 
-        result = train(settings)
+        result = train(load)
     except (InputError, ReplicaMismatchError) as error:
         # Drop the traceback: torchrun also prints the exception that is recorded here.
         error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -52,6 +53,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     except Exception as error:
         get_error_handler().record_exception(error)
         raise
+    settings = load()
     if "stopped_by" in result:
         if rank == 0:
             say_last(_how_to_resume(Path(settings.train.output_dir), result["stopped_by"]), rank=rank, launcher=_PARENT)

@@ -30,8 +30,8 @@ __all__ = [
 
 # Characters in a line: in a pipe or file, and at least, so that no number is cut.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
-# Ranks with an error wait this long, so that rank 0 can report the same error before torchrun stops all ranks.
-_LET_RANK_0_SPEAK_S = 10
+# Ranks with an error wait this long, so that the first rank of their host can report it before torchrun stops all.
+_LET_FIRST_SPEAK_S = 10
 _WHEN_IT_HAS_ENDED = """
 import os, select, sys
 try:
@@ -138,10 +138,11 @@ def quiet_libraries(*, rank: int) -> None:
 def say_last(text: str, *, rank: int, launcher: int) -> None:
     """Prints a line to stderr; on torchrun's last attempt, again after torchrun (process ``launcher``) has ended.
 
-    Ranks other than 0 wait first, and begin the line with their number.
+    Ranks other than 0 begin the line with their number; all but the first rank of a host wait first.
     """
+    if os.environ.get("LOCAL_RANK", str(rank)) != "0":
+        time.sleep(_LET_FIRST_SPEAK_S)
     if rank != 0:
-        time.sleep(_LET_RANK_0_SPEAK_S)
         text = f"[rank {rank}] {text}"
     print(text, file=sys.stderr, flush=True)
     attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))

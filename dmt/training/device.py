@@ -7,6 +7,7 @@ docs/status.md says what has been run on which device.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import time
 import uuid
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmt.collectives import run_on_all_or_raise
+from dmt.collectives import from_rank, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import counted
 from dmt.sptt.mesh import TowerMesh
@@ -40,10 +41,12 @@ __all__ = [
     "take_device",
 ]
 
+logger = logging.getLogger(__name__)
 DeviceType = Literal["cpu", "cuda"]
 Value = TypeVar("Value")
 # How long a rank waits for the others; one of them may be preparing data.
 _TIMEOUT = timedelta(minutes=30)
+_TELL_EVERY_S = 60.0  # in which ranks that have not joined are named
 
 
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
@@ -110,29 +113,42 @@ def set_random_state(state: Tensor) -> None:
 
 
 @contextmanager
-def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
-    """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all ranks are done.
+def process_group(load: Callable[[], TrainingConfig]) -> Iterator[tuple[TrainingConfig, TowerMesh]]:
+    """Joins the ranks that torchrun started, yields a run's config and mesh, and leaves when all ranks are done.
 
-    Sets PyTorch's number of threads to ``OMP_NUM_THREADS``, by default 1.
+    Each rank calls ``load`` for its config. Sets PyTorch's number of threads to ``OMP_NUM_THREADS``, by default 1.
 
     Raises:
-        InputError: torchrun did not start this process, or started another number of ranks than the topology has; or
-            there is no device for this rank.
+        InputError: torchrun did not start this process; or, on every rank: a rank's ``load`` raises it, torchrun
+            started another number of ranks than a topology has, a rank has no device, or ranks cannot connect.
     """
     if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise InputError(
             f"{absent[0]} is not set: start training with torchrun, e.g. "
             "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
         )
-    topology, kind = config.topology.build(), device_type(config.train.device)
-    topology.check_world_size(int(os.environ["WORLD_SIZE"]))
-    take_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
-    dist.init_process_group(backend(kind), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+
+    def start() -> tuple[TrainingConfig, DeviceType]:
+        config = load()
+        config.topology.build().check_world_size(world_size)
+        kind = device_type(config.train.device)
+        take_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        return config, kind
+
+    config, kind = _or_raise_on_all(start, store, rank, world_size)
     try:
-        yield TowerMesh(topology)
+        dist.init_process_group(backend(kind), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    except RuntimeError as error:
+        problem = (
+            f"the ranks cannot connect to each other ({error}). Set GLOO_SOCKET_IFNAME on each host to its interface "
+            "to the other hosts, as `ip -brief address` names it."
+        )
+        raise InputError(from_rank(rank, problem)) from error
+    try:
+        yield config, TowerMesh(config.topology.build())
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:
@@ -155,15 +171,39 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
         answer = store.get(f"dmt/answer/{name}").decode()
         store.set(f"dmt/thanks/{answer}/{rank}", "")
         return dist.PrefixStore(answer, store)
-    waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    waiting, began, told_s = set(range(1, world_size)), time.monotonic(), 0.0
     while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{name}/{other}"])}:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} did not join in {timeout}. Start them.")
+        absent, waited_s = f"Ranks {sorted(waiting)[:8]} of {world_size}", time.monotonic() - began
+        if waited_s > timeout.total_seconds():
+            raise TimeoutError(f"{absent} did not join in {timeout}. Start them.")
+        if waited_s > told_s + _TELL_EVERY_S:
+            told_s = waited_s
+            logger.warning(f"{absent} have not joined after {waited_s:.0f} s: see the output of their hosts.")
         for other in waiting:
             if store.check([f"dmt/greeting/{other}"]):
                 store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", name)
         time.sleep(0.05)
     return dist.PrefixStore(name, store)
+
+
+def _or_raise_on_all(work: Callable[[], Value], store: dist.Store, rank: int, world_size: int) -> Value:
+    """Returns what `work` returns on this rank; if it raises `InputError` on any rank, raises it on all. Collective.
+
+    It needs no process group: torchrun would not tell ranks of other hosts that one has failed, and they would wait.
+    """
+    values, fault = list[Value](), ""
+    try:
+        values.append(work())
+    except InputError as error:
+        fault = from_rank(rank, str(error)) if rank else str(error)
+    store.set(f"fault/{rank}", fault)
+    faults = store.multi_get([f"fault/{other}" for other in range(world_size)])
+    if first := next(filter(None, faults), b""):
+        store.set(f"read/{rank}", "")
+        if rank == 0:  # its process may hold the store
+            store.wait([f"read/{other}" for other in range(world_size)])
+        raise InputError(first.decode())
+    return values[0]
 
 
 def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:

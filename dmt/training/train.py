@@ -84,8 +84,8 @@ class Run:
     """TorchRec's pipeline of the model and the optimizer."""
 
 
-def train(config: TrainingConfig) -> dict[str, Any]:
-    """Trains, evaluates, saves and measures; call it on every rank that torchrun started.
+def train(load: Callable[[], TrainingConfig]) -> dict[str, Any]:
+    """Trains the config that ``load`` returns, evaluates, saves and measures, on every rank that torchrun started.
 
     Returns:
         The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. For a run that
@@ -96,7 +96,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
         ReplicaMismatchError: copies of a parameter differ between ranks.
     """
-    with process_group(config) as mesh, folder_lock(config, mesh):
+    with process_group(load) as (config, mesh), folder_lock(config, mesh):
         return train_job(on_all_ranks(lambda: open_job(config), mesh), mesh)
 
 

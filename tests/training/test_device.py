@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +42,15 @@ from dmt.training.check.shrink import CheckLimits, shrink
 from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.config import TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import backend, device_type, random_state, restart_safe_store, set_random_state, take_device
+from dmt.training.device import (
+    _or_raise_on_all,
+    backend,
+    device_type,
+    random_state,
+    restart_safe_store,
+    set_random_state,
+    take_device,
+)
 from dmt.training.flat import shard_flat
 from dmt.training.job import open_job
 from dmt.training.metrics import ClickMetrics, StepTimer
@@ -89,10 +98,13 @@ def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed(monkeypatch, "fbgemm-gpu")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "4" if name == "WORLD_SIZE" else "3")
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in (one | {"LOCAL_RANK": "3"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    topology = {"num_towers": 1, "ranks_per_tower": 1}
     with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
-        run.train(small(train={"device": "cuda", "output_dir": str(tmp_path)}))
+        run.train(lambda: small(topology=topology, train={"device": "cuda", "output_dir": str(tmp_path)}))
 
 
 def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +245,20 @@ def test_a_rank_that_died_while_joining_leaves_a_greeting_only() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 did not join"):
         restart_safe_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
+
+
+def test_a_rank_that_cannot_begin_tells_the_others() -> None:
+    store = dist.HashStore()
+
+    def begin(rank: int) -> str:
+        with pytest.raises(InputError) as refused:
+            _or_raise_on_all(lambda: device_type("cuda" if rank == 1 else "cpu"), store, rank, 3)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        told = list(pool.map(begin, range(3)))
+    assert told == [f"rank 1 on {socket.gethostname()}: {told[0].partition(': ')[2]}"] * 3
+    assert "torch sees no GPU on this host" in told[0]
 
 
 def test_a_folder_is_free_again_after_the_job(tmp_path: Path) -> None:

@@ -209,13 +209,13 @@ def run_on_rank(rank: int, config: TrainingConfig) -> dict[str, Any]:
         reads.append(str(path))
         return load(path)
 
-    made = contextlib.nullcontext(TowerMesh(config.topology.build()))
+    made = contextlib.nullcontext((config, TowerMesh(config.topology.build())))
     with (
         patch.object(TowerPlan, "load", count),
-        patch.object(run, "process_group", lambda config: made),
+        patch.object(run, "process_group", lambda load: made),
         patch.object(run, "in_micro_batches", wraps=run.in_micro_batches) as in_parts,
     ):
-        result = run.train(config)
+        result = run.train(lambda: config)
     assert in_parts.called
     # Once in a run, on every rank: the file may change while the run trains with what it held.
     assert reads == [config.towers.plan]

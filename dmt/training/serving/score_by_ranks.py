@@ -57,6 +57,16 @@ def score_by_ranks(
         InputError: the model or the data cannot be read or do not fit each other, a function is not allowed, ``out``
             exists or is not writable, ``model`` is an exported program, or the rows come from a ``data.source``.
     """
+    with process_group(partial(_joining, model, out, world_size)) as (_, everyone):
+        checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
+        job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
+        on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
+        mesh = TowerMesh(job.topology)
+        return _score(job, _load(checkpoint, job, mesh), mesh, out)
+
+
+def _joining(model: Path, out: Path, world_size: int) -> TrainingConfig:
+    """Makes the checks of a rank before it joins the others, and returns the config of one tower of all ranks."""
     if model.suffix == ".pt2" or model.is_file():
         raise InputError(
             f"{model} is an exported model, which one process loads whole, but this job has {world_size} ranks. Run "
@@ -65,13 +75,7 @@ def score_by_ranks(
     if out.exists() or out.is_symlink():
         raise InputError(f"--out {str(out)!r} exists, but under torchrun `dmt score` writes a new folder. Name one.")
     check_output("--out", out)
-    joined = TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
-    with process_group(joined) as everyone:
-        checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
-        job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
-        on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
-        mesh = TowerMesh(job.topology)
-        return _score(job, _load(checkpoint, job, mesh), mesh, out)
+    return TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
 
 
 def _placed(job: Job, world_size: int) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -53,8 +54,8 @@ def scored_on_rank(
         return score_by_ranks(Path(model), Path(out), world_size=world_size, data_path=data)
 
 
-def on_mesh(config: TrainingConfig) -> nullcontext[TowerMesh]:
-    return nullcontext(TowerMesh(config.topology.build()))
+def on_mesh(load: Callable[[], TrainingConfig]) -> nullcontext[tuple[TrainingConfig, TowerMesh]]:
+    return nullcontext((config := load(), TowerMesh(config.topology.build())))
 
 
 def by_ranks(world_size: int, model: Path, out: Path, data: str | None = None) -> Scored:
@@ -190,7 +191,7 @@ def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> Non
         (run, Path("/proc/none/new"), r"--out '/proc/none/new' cannot be written: No such file"),
     ):
         with pytest.raises(InputError, match=words):
-            score_by_ranks(model, out, world_size=2)
+            module._joining(model, out, 2)
     own = {"source": "tests.training.data.test_source:malformed", "categorical": ["c"], "dense": ["d"]}
     with pytest.raises(InputError, match=r"data\.source='tests.*malformed' deals rows to ranks itself"):
         module._placed(open_unsharded(small(data=own, synthetic={}, topology={"num_towers": 1})), 2)
