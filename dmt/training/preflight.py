@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_table_optimizer
+from dmt.training.records import versions
 
 __all__ = [
     "check_memory",
@@ -95,10 +97,11 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     check_memory(job, model, mesh)
     counts = run_on_all_or_raise(lambda: count_model(job, model) if mesh.rank == 0 else None, mesh.global_group)[0]
     assert counts is not None, "rank 0 counts, once for all ranks"
+    machines = gather_objects(_machine(), mesh.global_group)
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Check the data: {job.data.notes}")
-        compare_hosts(job.topology, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+        compare_hosts(job.topology, machines)
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(
                 f"The towers send {1 / ratio:.2f} times as many numbers as their embeddings have (compression ratio "
@@ -131,6 +134,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         del given[section][key]
     data = job.data
     given |= {
+        "versions": versions(),
         "device": job.device_type,
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
         # With a user's source, the columns come from this rank's first batch.
@@ -163,10 +167,11 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the
             largest batch size that fits by the same bound, if there is one.
     """
-    config, topology, place = job.config, job.topology, (f"host {socket.gethostname()}", memory_limit())
+    config, topology, (host, boot) = job.config, job.topology, _machine()
+    place = f"host {host}", memory_limit(), boot
     if job.device_type == "cuda":
         device = current_device("cuda")
-        place = f"{place[0]}, {device}", torch.cuda.get_device_properties(device).total_memory
+        place = f"host {host}, {device}", torch.cuda.get_device_properties(device).total_memory, boot
     places = gather_objects(place, mesh.global_group)
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if not is_table(name))
@@ -183,7 +188,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     share, ranks = max(shares)
     if share <= 0:
         return
-    (name, limit), (tables, batches) = places[ranks[0]], held[ranks].T
+    (name, limit, _), (tables, batches) = places[ranks[0]], held[ranks].T
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
     most = int(size * (1 - share))
     raise InputError(
@@ -219,10 +224,26 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     return min(limits)
 
 
-def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns if the machines of a job do not match the hosts of its topology; one machine may emulate several hosts."""
-    if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
-        logger.warning(
-            f"The job runs {ranks_per_machine} ranks per machine, but the topology has {topology.host_size} ranks per "
-            f"host, so bytes are counted on the wrong links. Set topology.ranks_per_host={ranks_per_machine}."
-        )
+def _machine() -> tuple[str, str]:
+    """Returns the name of this machine, or of its container, and the id of its boot: machines may have equal names."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text() if boot.exists() else ""
+
+
+def compare_hosts(topology: TowerTopology, machines: Sequence[Hashable]) -> None:
+    """Warns if the machines of a job, given for each rank, do not match the hosts of its topology.
+
+    A single machine may emulate several hosts.
+    """
+    held = [[r for r, of_rank in enumerate(machines) if of_rank == machine] for machine in dict.fromkeys(machines)]
+    if len(held) == 1 or held == topology.host_groups():
+        return
+    size = len(held[0])
+    remedy = "Start equal numbers of ranks on all machines, with consecutive ranks on each, as torchrun does."
+    if held == [list(range(first, first + size)) for first in range(0, len(machines), size)]:
+        remedy = f"Set topology.ranks_per_host={size}."
+    logger.warning(
+        f"A machine of the job holds ranks {shorten([str(ranks) for ranks in held], ', ')}, but a host of the topology "
+        f"{shorten([str(ranks) for ranks in topology.host_groups()], ', ')}, so towers and counted bytes are on the "
+        f"wrong links. {remedy}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_a_batch_of_one_sample_has_one_logit(shape: tuple[int, ...]) -> None:
     assert (loss.shape, logits.shape) == ((), (1,))
 
 
-def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tuple[str, int]) -> None:
+def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tuple[str, int, str]) -> None:
     """Checks the memory of a job whose ranks are on one host, but for as many as there are ``more`` places."""
     ranks = job.topology.world_size - len(more)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 4096}[name])
@@ -82,10 +83,12 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     with pytest.raises(InputError, match=r"has 4\.10 MB of memory, but its 4 ranks would take at least 13\.0 MB"):
         on_one_host(job, monkeypatch, 1000)  # enough for any of them
     # Of two places without room the batch size of the smaller one is advised.
-    more = 2 * [("host b", 3_000_000)]
+    more = 2 * [("host b", 3_000_000, "boot")]
     with pytest.raises(InputError, match=r"host b .* its 2 ranks .* There is enough for train\.batch_size=3778\."):
         on_one_host(job, monkeypatch, 1400, *more)
     on_one_host(open_job(small(train={"batch_size": 3778})), monkeypatch, 1400, *more)
+    # Machines may have equal names.
+    on_one_host(job, monkeypatch, 2000, *2 * [(f"host {socket.gethostname()}", 2000 * 4096, "another boot")])
     on_one_host(job, monkeypatch, 4000)
     assert preflight.memory_limit(tmp_path) == 4000 * 4096
     (tmp_path / "memory.max").write_text("max\n")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
+from dmt.training import preflight
 from dmt.training import train as training
 from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
 from dmt.training.config import TrainingConfig, to_toml
@@ -176,9 +178,10 @@ def on_files(path: Path, **sections: dict[str, Any]) -> TrainingConfig:
     return small("dlrm", data=data | sections.pop("data", {}), topology=PAIR, train=train, **sections)
 
 
-def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
+def compare_on_rank(rank: int, configs: list[dict[str, Any]], versions: Sequence[str] = ("2.13.0", "2.13.0")) -> None:
     opened = open_job(TrainingConfig.model_validate(configs[rank]))
-    check_same_input(opened, nn.Linear(1, 1), TowerMesh(opened.topology))
+    with patch.object(preflight, "versions", lambda: {"torch": versions[rank]}):
+        check_same_input(opened, nn.Linear(1, 1), TowerMesh(opened.topology))
 
 
 def test_a_run_without_a_row_to_evaluate_or_without_labels_is_refused_before_it_trains(tmp_path: Path) -> None:
@@ -235,3 +238,5 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (first, second)])
+    with pytest.raises(InputError, match=r"versions\.torch is 2\.13\.0 on rank 0, but 2\.14\.1 on rank 1\. Give every"):
+        run_ranks(compare_on_rank, 2, [dense.model_dump(mode="json")] * 2, ["2.13.0", "2.14.1"])
