@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "compare_hosts",
     "memory_limit",
     "preflight",
+    "this_machine",
 ]
 
 logger = logging.getLogger(__name__)
@@ -97,11 +98,12 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     check_memory(job, model, mesh)
     counts = run_on_all_or_raise(lambda: count_model(job, model) if mesh.rank == 0 else None, mesh.global_group)[0]
     assert counts is not None, "rank 0 counts, once for all ranks"
-    machines = gather_objects(_machine(), mesh.global_group)
+    machines = gather_objects(this_machine(), mesh.global_group)
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Check the data: {job.data.notes}")
-        compare_hosts(job.topology, machines)
+        if problem := compare_hosts(job.topology, machines):
+            logger.warning(problem)
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(
                 f"The towers send {1 / ratio:.2f} times as many numbers as their embeddings have (compression ratio "
@@ -167,11 +169,11 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the
             largest batch size that fits by the same bound, if there is one.
     """
-    config, topology, (host, boot) = job.config, job.topology, _machine()
-    place = f"host {host}", memory_limit(), boot
+    config, topology = job.config, job.topology
+    place = f"host {socket.gethostname()}", memory_limit(), this_machine()
     if job.device_type == "cuda":
         device = current_device("cuda")
-        place = f"host {host}, {device}", torch.cuda.get_device_properties(device).total_memory, boot
+        place = f"{place[0]}, {device}", torch.cuda.get_device_properties(device).total_memory, place[2]
     places = gather_objects(place, mesh.global_group)
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if not is_table(name))
@@ -224,26 +226,26 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     return min(limits)
 
 
-def _machine() -> tuple[str, str]:
-    """Returns the name of this machine, or of its container, and the id of its boot: machines may have equal names."""
+def this_machine() -> str:
+    """Returns what only ranks of this machine return: the id of its boot, as machines or containers may share names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text() if boot.exists() else ""
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
-def compare_hosts(topology: TowerTopology, machines: Sequence[Hashable]) -> None:
-    """Warns if the machines of a job, given for each rank, do not match the hosts of its topology.
+def compare_hosts(topology: TowerTopology, machines: Sequence[str]) -> str:
+    """Returns what is wrong and what to do if the machines of a job, by rank, are not the hosts of its topology.
 
-    A single machine may emulate several hosts.
+    Returns "" if they are, and for a single machine, which may emulate several hosts.
     """
-    held = [[r for r, of_rank in enumerate(machines) if of_rank == machine] for machine in dict.fromkeys(machines)]
+    held = [[r for r, of_rank in enumerate(machines) if of_rank == name] for name in dict.fromkeys(machines)]
     if len(held) == 1 or held == topology.host_groups():
-        return
+        return ""
     size = len(held[0])
     remedy = "Start equal numbers of ranks on all machines, with consecutive ranks on each, as torchrun does."
     if held == [list(range(first, first + size)) for first in range(0, len(machines), size)]:
         remedy = f"Set topology.ranks_per_host={size}."
-    logger.warning(
-        f"A machine of the job holds ranks {shorten([str(ranks) for ranks in held], ', ')}, but a host of the topology "
-        f"{shorten([str(ranks) for ranks in topology.host_groups()], ', ')}, so towers and counted bytes are on the "
-        f"wrong links. {remedy}"
+    found, expected = (shorten([str(ranks) for ranks in groups], ", ") for groups in (held, topology.host_groups()))
+    return (
+        f"The machines of the job hold ranks {found}, but the hosts of the topology {expected}, so data take other "
+        f"links than is assumed. {remedy}"
     )

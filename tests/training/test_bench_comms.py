@@ -17,7 +17,6 @@ from dmt.training.commands import bench_comms
 from dmt.training.commands.bench_comms import (
     _Timing,
     bytes_sent,
-    check_places,
     cut,
     measure_cluster,
     run_bench_comms,
@@ -76,6 +75,13 @@ def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
         measure_cluster("ranks", 2, torch.device("cpu"))
 
 
+@on_ranks(4)
+def test_ranks_dealt_to_machines_in_turn_are_refused(rank: int) -> None:
+    refused = pytest.raises(InputError, match=r"hold ranks \[0, 2\], \[1, 3\], but .* with consecutive ranks on each")
+    with patch.object(bench_comms, "this_machine", lambda: "ab"[rank % 2]), refused:
+        measure_cluster("ranks", 2, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 1), (1, 8), (2, 1), (4, 2), (3, 6)])
 def test_each_size_is_measured_once_between_hosts_and_inside_them_by_all_ranks(hosts: int, ranks: int) -> None:
     topology = TowerTopology(num_towers=hosts, ranks_per_tower=ranks)
@@ -102,10 +108,3 @@ def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
 def test_a_process_without_torchrun_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"measures its own torchrun job.*torchrun --nnodes 2"):
         run_bench_comms(tmp_path / "c.toml")
-
-
-@pytest.mark.parametrize("places", [[(0, 2), (0, 2), (1, 2), (1, 2)], [(0, 3), (1, 3), (2, 3), (0, 1)]])
-def test_ranks_dealt_to_hosts_in_turn_or_unevenly_are_refused(places: list[tuple[int, int]]) -> None:
-    check_places([(0, 2), (1, 2), (0, 2), (1, 2)])
-    with pytest.raises(InputError, match=r"Start the same number of ranks on each host, with consecutive numbers"):
-        check_places(places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -24,15 +24,16 @@ from torch import Tensor, nn
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
 from dmt.errors import InputError
-from dmt.formatting import human_bytes, shorten
+from dmt.formatting import human_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
+from dmt.training.preflight import compare_hosts, this_machine
 
-__all__ = ["bytes_sent", "check_places", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
+__all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
 _REPEATS = 7
 _BYTES = 16_000_000  # of a rank, in the larger of the two collectives that are timed
@@ -59,12 +60,14 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
     """Measures this job's ranks and links; returns a `Cluster` called ``name``, the same on all ranks. Collective.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the number of ranks, or a large message took no longer than a
-            small one, so that no rate can be computed.
+        InputError: ``ranks_per_host`` does not divide the number of ranks, the ranks of a machine are not those of a
+            host, or a large message took no longer than a small one, so that no rate can be computed.
     """
     hosts = dist.get_world_size() // ranks_per_host
     # A tower is a host here, so peers are one rank of each host.
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
+    if problem := compare_hosts(mesh.topology, gather_objects(this_machine(), mesh.global_group)):
+        raise InputError(problem)
     groups = {shape: mesh.new_group(cut(mesh.topology, *shape)) for shape in shapes_of(mesh.topology)}
     layers = _layers(device, 2, _WIDTH, _SAMPLES)
     small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
@@ -232,8 +235,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     """Measures this job and writes the cluster file ``out``; returns what to print on rank 0, None on other ranks.
 
     Raises:
-        InputError: torchrun did not start it, hosts have unlike numbers of ranks or ranks that are not consecutive,
-            `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
+        InputError: torchrun did not start it, `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if unset := [key for key, value in place.items() if not value.isdecimal()]:
@@ -248,9 +250,6 @@ def run_bench_comms(out: Path) -> Shown | None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:
-        everyone = dist.group.WORLD
-        assert everyone is not None, "it was just made"
-        check_places(gather_objects((local, ranks_per_host), everyone))
         cluster = measure_cluster(out.stem, ranks_per_host, device)
         # A rank that exits early can abort a peer that is still sending.
         dist.barrier()
@@ -260,20 +259,6 @@ def run_bench_comms(out: Path) -> Shown | None:
         return None
     save_cluster(cluster, out)
     return _show(cluster, out)
-
-
-def check_places(places: Sequence[tuple[int, int]]) -> None:
-    """Raises `InputError` unless each host has as many ranks, with consecutive numbers.
-
-    ``places`` are the values of ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` by rank.
-    """
-    size = places[0][1]
-    if len(places) % size or list(places) != [(rank % size, size) for rank in range(len(places))]:
-        found = shorten([str(place) for place in places], ", ", most=8)
-        raise InputError(
-            f"The ranks have (LOCAL_RANK, LOCAL_WORLD_SIZE) = {found}. "
-            "Start the same number of ranks on each host, with consecutive numbers, as torchrun does."
-        )
 
 
 def _show(cluster: Cluster, out: Path) -> Shown:
