@@ -178,7 +178,7 @@ def place_in_group(
     plan: Mapping[str, ParameterSharding], group: ProcessGroup, device: torch.device | None
 ) -> dict[str, ParameterSharding]:
     """Returns a plan with global ranks and the device of each, from one with the group's ranks. Collective."""
-    own = torch.empty(0, device=device or "cpu").device  # with a number: "cuda" is the current GPU
+    own = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device or "cpu"
     devices, ranks = gather_objects(str(own), group), get_process_group_ranks(group)
     return {name: place_globally(sharding, ranks, devices) for name, sharding in plan.items()}
 

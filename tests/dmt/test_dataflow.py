@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -41,7 +40,6 @@ from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
-from dmt.sptt import group_sharded
 from dmt.sptt.group_sharded import place_in_group
 from dmt.sptt.id_routes import IdExchange
 from dmt.sptt.towers import clip_grad_norm
@@ -253,9 +251,9 @@ def test_what_is_loaded_in_place_is_not_overwritten_by_cached_rows(rank: int) ->
 def test_a_gpu_without_a_number_is_the_current_one(rank: int) -> None:
     table = build(TWO).sparse_arch.towers[0].embedding.embedding_bag_configs()[0]
     plan = {"t": parameter_sharding(table, TablePlacement(scheme="table_wise", ranks=(0,)), "cuda")}
-    with FakeTensorMode(), patch.object(group_sharded, "gather_objects", lambda device, group: [device]):
+    with patch.object(torch.cuda, "current_device", lambda: 3):
         spec: Any = place_in_group(plan, dist.group.WORLD, torch.device("cuda"))["t"].sharding_spec
-    assert str(spec.shards[0].placement) == "rank:0/cuda:0"
+    assert str(spec.shards[0].placement) == "rank:0/cuda:3"
 
 
 @on_ranks(4)
