@@ -234,10 +234,10 @@ def complete_adam(optimizer: Any) -> None:
                 states[f"{table}.iter"] = optimizer._emb_module.iter_cpu.view(())
 
 
-def on_weight_gradient(optimizer: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls ``hook`` with a fused kernel's weights after each use; they get a gradient unless that was a lookup."""
-    for parameter in optimizer._emb_module.parameters():
-        if parameter.numel():
+def on_weight_gradient(lookup: Any, hook: Callable[[Tensor], None]) -> None:
+    """Calls ``hook`` with the weights of fused kernels after each use; they get a gradient unless that was a lookup."""
+    for kernel in set(fused_kernels(lookup).values()):
+        for parameter in filter(Tensor.numel, kernel.parameters()):
             parameter.register_post_accumulate_grad_hook(hook)
 
 

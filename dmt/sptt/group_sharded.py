@@ -25,14 +25,12 @@ from dmt._torchrec import (
     fused_settings,
     group_env,
     lookups_of,
-    on_weight_gradient,
     place_globally,
     scale_learning_rate,
     set_output_of_empty,
     settings_on_parameters,
 )
 from dmt.collectives import gather_objects
-from dmt.errors import InputError
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
@@ -43,7 +41,6 @@ __all__ = [
     "embedding_values",
     "join_rows",
     "place_in_group",
-    "refuse_gradient",
     "split_rows",
     "table_configs",
     "table_weights",
@@ -143,7 +140,6 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
             super().__init__(module, sharding, group_env(group), **options)
         self.share_output_dtype(options["fused_params"])
         for _, optimizer in self.fused_optimizer.optimizers:
-            on_weight_gradient(optimizer, refuse_gradient)
             self.adapt(optimizer)
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
@@ -162,16 +158,6 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
         if ctx.is_filled_up:
             awaitable.callbacks.append(lambda sequences: split_rows(sequences, [0, 1])[0])
         return awaitable
-
-
-def refuse_gradient(weights: Tensor) -> None:
-    """Raises `InputError` if table weights have a gradient, which comes from a loss of the weights themselves."""
-    if weights.grad is not None:  # else a lookup was used
-        weights.grad = None  # as large as the table
-        raise InputError(
-            "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "
-            "this part of the loss would have no effect. Penalize the embeddings of the batch, or set weight_decay."
-        )
 
 
 def place_in_group(

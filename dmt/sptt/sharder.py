@@ -16,7 +16,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt._torchrec import fused_settings
+from dmt._torchrec import fused_settings, on_weight_gradient
 from dmt.collectives import check_agreement, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, kernel_obstacle, moment_scale_of, moment_scaled
@@ -27,7 +27,7 @@ from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.rows import wrap
 from dmt.sptt.state import TowerState
-from dmt.sptt.tower_lookup import GroupShardedEBC
+from dmt.sptt.tower_lookup import DataParallelTables, GroupShardedEBC, refuse_gradient
 
 __all__ = ["HomeTable", "SharderSettings", "TowerSharder"]
 
@@ -271,11 +271,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "options": {"fused_params": self.fused_params, "device": device},
         }
         if isinstance(collection, EmbeddingCollection):
-            return GroupShardedEC(collection, placed, **arguments)
-        # Data-parallel tables must stay equal in all replicas, like the tower's dense module.
-        return GroupShardedEBC(
-            collection, placed, data_parallel_group=mesh.tower_module_group, over_hosts=mesh.over_hosts, **arguments
-        )
+            sharded: GroupShardedEBC | GroupShardedEC = GroupShardedEC(collection, placed, **arguments)
+        else:
+            # Data-parallel tables must stay equal in all replicas, like the tower's dense module.
+            arguments |= {"data_parallel_group": mesh.tower_module_group, "over_hosts": mesh.over_hosts}
+            sharded = GroupShardedEBC(collection, placed, **arguments)
+        for lookup in sharded.lookups:
+            if not isinstance(lookup, DataParallelTables):
+                on_weight_gradient(lookup, refuse_gradient)
+        return sharded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward, on_weight_gradient
+from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
+from dmt.errors import InputError
 from dmt.sharding.data_parallel import DataParallelOptimizer
-from dmt.sptt.group_sharded import Embeddings, GroupSharded, refuse_gradient, table_configs, table_weights
+from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
 
-__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys"]
+__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys", "refuse_gradient"]
 
 StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts to average a gradient over ranks in place, and returns a function that waits for the end."""
@@ -80,7 +81,6 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
             self.adapt(optimizer)
-            on_weight_gradient(optimizer, _check_gradient)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":
@@ -161,9 +161,14 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         return torch.cat([c[:, None].expand(-1, n) for c, n in zip(columns, self._widths, strict=True)], dim=1).float()
 
 
-def _check_gradient(weights: Tensor) -> None:
-    if weights.grad is not None:  # asked here, so that a plain batch enters no other file
-        refuse_gradient(weights)
+def refuse_gradient(weights: Tensor) -> None:
+    """Raises `InputError` if table weights have a gradient, which comes from a loss of the weights themselves."""
+    if weights.grad is not None:  # else a lookup was used
+        weights.grad = None  # as large as the table
+        raise InputError(
+            "The loss uses the weights of a sharded table, but only gradients of looked-up embeddings train it: "
+            "this part of the loss would have no effect. Penalize the embeddings of the batch, or set weight_decay."
+        )
 
 
 class DataParallelTables(nn.Module):
