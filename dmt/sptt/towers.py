@@ -77,7 +77,7 @@ class ShardedTowerCollection(SPTTModule):
         """Runs the modules of this rank's towers; returns their outputs side by side, in logical order: [P, O].
 
         Raises `InputError` if a tower module does not return a tensor [samples, columns], or ``requires_grad`` of one
-        of its parameters was changed after sharding.
+        of its parameters was changed after sharding, unless all are frozen.
         """
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Padding reaches no tower module: a batch norm would count it, and the norm of zeros has no gradient. Keys are
@@ -87,10 +87,13 @@ class ShardedTowerCollection(SPTTModule):
             is_full = number == rows.num_rows
             real = of_tower if is_full else split_rows(of_tower, [number, rows.num_rows - number])[0]
             given.append(in_order(real, self._keys[i]))
-        if torch.is_grad_enabled() and any(p.requires_grad is not trained for p, trained in self._trained):
+        now = [parameter.requires_grad for parameter, _ in self._trained]
+        # Without any gradient there is none to average.
+        if torch.is_grad_enabled() and any(now) and now != [trained for _, trained in self._trained]:
             raise InputError(
-                "requires_grad of a tower module's parameter was changed after sharding, so its gradients would not be "
-                "averaged over the tower's ranks. Set it before sharding; to freeze it later, use a learning rate of 0."
+                "requires_grad of a tower module's parameter was changed after sharding, so gradients would not be "
+                "averaged over the tower's ranks. Set it before sharding; later, freeze all parameters of the tower's "
+                "modules on all its ranks, or some by a learning rate of 0."
             )
         outputs: list[Tensor] = self._data_parallel(given)
         for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):

@@ -7,6 +7,7 @@ import gc
 import sys
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -254,6 +256,19 @@ def test_a_gpu_without_a_number_is_the_current_one(rank: int) -> None:
     with patch.object(torch.cuda, "current_device", lambda: 3):
         spec: Any = place_in_group(plan, dist.group.WORLD, torch.device("cuda"))["t"].sharding_spec
     assert str(spec.shards[0].placement) == "rank:0/cuda:3"
+
+
+@on_ranks(2)
+def test_a_tower_may_be_frozen_for_some_steps(rank: int) -> None:
+    training, ends = Training(rank, ONE, TowerMesh(ONE.topology)), []
+    layers = [parameter for name, parameter in training.model.named_parameters() if ".interaction." in name]
+    for step, is_trained in enumerate((False, True, False, True)):
+        for layer in layers:
+            layer.requires_grad_(is_trained)
+        training.step(step)
+        ends.append(parameters_to_vector(layers).detach())
+    assert [torch.equal(before, after) for before, after in pairwise(ends)] == [False, True, False]
+    assert torch.equal(*gather_objects(ends[-1], dist.group.WORLD))
 
 
 @on_ranks(4)

@@ -149,10 +149,10 @@ class Twice(EmbeddingTower):
         return 2 * super().forward(*args)
 
 
-def unfrozen(job: Job) -> Any:
-    model = sharded(replace(TWO, kind="frozen"), job.two)
+def trained_anew(job: Job, kind: str, part: str) -> Any:
+    model = sharded(replace(TWO, kind=kind), job.two)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(True) if ".interaction." in name else None
+        parameter.requires_grad_(kind == "frozen") if f".interaction.{part}" in name else None
     return model(ids_of(torch.int64))
 
 
@@ -318,7 +318,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a tower with a forward of its own": (
         lambda job: distribute(TowerModel([Twice(t.embedding, t.interaction) for t in build(TWO).sparse_arch.towers],
                                           7), TowerCollectionSharder(job.two)), "0 has the type Twice, .*d unchanged"),
-    "a tower module that trains later": (unfrozen, "requires_grad of a tower module's parameter was changed after"),
+    **{name: (lambda job, kind=kind, part=part: trained_anew(job, kind, part), "requires_grad of .* after sharding, so")
+       for name, kind, part in (("module that trains later", "frozen", ""), ("frozen bias", "modules", "linear.bias"))},
     "a weight of a table and a layer": (tied, r"t1\.weight and over_arch\.weight share a weight, but would"),
     "a penalty of weights": (penalized, "The loss uses the weights of a sharded table, but only .* Penalize the embe"),
     "sequences, global ids": (lambda job: sequences(job, id_route="global"),
