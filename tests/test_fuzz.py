@@ -237,8 +237,7 @@ def test_overrides(cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
 
     def check(settings: list[str]) -> None:
-        config = load_config("demo", settings)
-        checked_model(open_job(config), config.topology.build().world_size)
+        checked_model(open_job(load_config("demo", settings)))
 
     texts = st.builds("{}={}".format, st.sampled_from(sorted(DEFAULTS)), st.text(max_size=9))
     fuzz(cases, st.lists(overrides() | overrides() | texts, min_size=1, max_size=3), check)

@@ -48,15 +48,14 @@ _PATHS = (
 )
 
 
-def checked_model(job: Job, world_size: int) -> nn.Module:
+def checked_model(job: Job) -> nn.Module:
     """Makes all checks of a run that need only one process, and returns its plain model on the meta device.
 
     Raises:
-        InputError: settings, data, optimizer and devices do not fit each other or ``world_size``; or `build_model` or,
-            for the model of a factory, `check_outputs` raises it.
+        InputError: settings, data, optimizer and devices do not fit each other; or `build_model` or, for the model of
+            a factory, `check_outputs` raises it.
     """
     config = job.config
-    config.topology.build().check_world_size(world_size)
     if job.sharding is None and job.topology.num_replicas > 1:
         raise InputError(
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run is flat. "
@@ -77,7 +76,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
             "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
             "your own model (model.factory)."
         )
-    check_rows(config, world_size, job.data.num_rows("train"))
+    check_rows(config, job.topology.world_size, job.data.num_rows("train"))
     if job.data.num_rows("eval") == 0:
         raise InputError("There are no rows to evaluate. Check data.eval_path, split_column and eval_fraction.")
     model = build_model(job, device="meta")

@@ -104,7 +104,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a job on a mesh of its topology; returns and raises what `train` does. Collective."""
     # Make every check, and find the checkpoint to start from.
     config = job.config
-    plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
+    plain = on_all_ranks(lambda: checked_model(job), mesh)
     counts = preflight(job, plain, mesh)
     train, folder = config.train, checkpoint_folder(config)
     # First, as it finds out whether all hosts share the folder.

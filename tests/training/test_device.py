@@ -105,6 +105,8 @@ def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
     topology = {"num_towers": 1, "ranks_per_tower": 1}
     with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
         run.train(lambda: small(topology=topology, train={"device": "cuda", "output_dir": str(tmp_path)}))
+    with pytest.raises(InputError, match="= 4 ranks, but the job was started with WORLD_SIZE=1"):
+        run.train(small)
 
 
 def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytes
 
 
 def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
-    checked_model(job := open_job(small(train={"device": "cuda"})), 4)
+    checked_model(job := open_job(small(train={"device": "cuda"})))
     assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
 
 

@@ -229,7 +229,7 @@ def test_dmt_plan_shows_a_flat_model_on_the_ranks_of_a_replica(tmp_path: Path) -
     assert [rank["averaged_bytes"] for rank in ranks] == [count * table / 5 for count in counts]
     job = open_job(load_config("demo", overrides))
     with pytest.raises(InputError, match=r"num_replicas=2 needs the tower dataflow, but this run is flat"):
-        checked_model(job, 16)
+        checked_model(job)
     (tmp_path / "t.json").write_text(
         '[{"name": "t", "num_embeddings": 9, "embedding_dim": 8, "feature_names": ["f", "g"]}]'
     )

@@ -187,11 +187,11 @@ def compare_on_rank(rank: int, configs: list[dict[str, Any]], versions: Sequence
 def test_a_run_without_a_row_to_evaluate_or_without_labels_is_refused_before_it_trains(tmp_path: Path) -> None:
     run = on_files(rows(tmp_path / "a" / "day.parquet", [*range(40)]), data={"eval_path": None, "eval_fraction": 0.001})
     with pytest.raises(InputError, match=r"There are no rows to evaluate. Check data\.eval_path"):
-        checked_model(open_job(run), 2)
+        checked_model(open_job(run))
     job = open_job(run)
     job.data.columns = replace(job.data.columns, label=None)  # as another program may have written them
     with pytest.raises(InputError, match="has rows without labels"):
-        checked_model(job, 2)
+        checked_model(job)
 
 
 def start_on_rank(rank: int, configs: list[dict[str, Any]]) -> tuple[str, ...] | str:

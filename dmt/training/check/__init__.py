@@ -85,7 +85,8 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
         InputError: see `open_job`, `checked_model`, `shrink` and `check_on_rank`.
         RanksFailedError: a rank failed, died, or did not end in time.
     """
-    checked_model(job := open_job(config), job.topology.world_size)
+    job = open_job(config)
+    checked_model(job)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
         reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=600)

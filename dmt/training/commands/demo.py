@@ -53,9 +53,8 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
                 f"The demo sets {key} itself: it learns the towers, and writes all output to --out. Leave out {key}."
             )
     console.print("[bold]1/4[/] checking data and sizes")
-    settings = [] if data is None else demo_settings(data)
     # Batch size and epochs follow from the number of rows, which is known once the file is open.
-    smallest = [] if data is None else ["train.batch_size=16"]
+    settings, smallest = ([], []) if data is None else (demo_settings(data), ["train.batch_size=16"])
     first = load_config("demo", [*settings, *smallest, *overrides, to_override("train.output_dir", out)])
     arch, ranks = first.model.arch, first.topology.build().world_size
     if first.model.factory is not None or not arch.startswith("dmt-"):
@@ -63,7 +62,8 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
             "to dmt-dlrm, dmt-dlrm-products or dmt-dcn, without model.factory."
         )
-    checked_model(job := open_job(first), ranks)
+    job = open_job(first)
+    checked_model(job)
     rows = job.data.num_rows("train") or 0
     shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]
     check_rows(load_config("demo", shared), ranks, rows)
