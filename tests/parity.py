@@ -271,6 +271,11 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / number
 
 
+def fail(_: Tensor) -> None:
+    """A hook."""
+    raise ZeroDivisionError
+
+
 @dataclass
 class PipelinedBatch(Pipelineable):
     """A batch as TorchRec's train pipeline wants it."""

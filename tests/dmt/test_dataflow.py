@@ -54,6 +54,7 @@ from tests.parity import (
     PassThrough,
     PipelinedBatch,
     SumTowerModule,
+    fail,
     loss_of,
 )
 from tests.ranks import on_ranks, run_ranks
@@ -208,10 +209,6 @@ def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> No
     weight.grad = torch.tensor([[0.0] * 4, [2.0] * 4])
     update.update()
     torch.testing.assert_close(weight, torch.tensor([[1.0] * 4, [1.0 - LR] * 4]))
-
-
-def fail(parameter: Tensor) -> None:
-    raise ZeroDivisionError
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from dmt import InputError, MicroBatches, TowerMesh, run_in_micro_batches
 from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange, _Transfer
 from dmt.testing import gather_plain_state
-from tests.parity import PipelinedBatch, SumTowerModule, draw_batch, load_ramps, loss_of
+from tests.parity import PipelinedBatch, SumTowerModule, draw_batch, fail, load_ramps, loss_of
 from tests.ranks import on_ranks
 from tests.sptt_case import Case, Training, build, shard
 
@@ -83,17 +83,10 @@ class Flawed(nn.Module):
 
 
 @dataclass
-class Batch:
-    """A class that cannot be split: passed on whole, it would give each micro-batch the numbers of all samples."""
-
-    dense: torch.Tensor
-
-
 class Hidden:
-    """An object in which micro-batches find no ids."""
+    """An object in which micro-batches find no ids; passed on whole, it would give each all its numbers."""
 
-    def __init__(self, ids: KeyedJaggedTensor) -> None:
-        self.ids = ids
+    ids: Any
 
 
 def drawn(rank: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
@@ -142,12 +135,9 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
         model(Hidden(ids))
     with pytest.raises(InputError, match=r"one batch size, but their batch sizes are \[\d+, \d+\]\."):
         model(ids, drawn(rank, size=5)[0])
-    for other in (
-        Batch(torch.zeros(4)),
-        {"a": [Batch(torch.zeros(4))]},
-        JaggedTensor(torch.zeros(4), lengths=torch.ones(4).long()),
-    ):
-        with pytest.raises(InputError, match=r"Flawed was called with a (Batch|JaggedTensor), which cannot"):
+    hidden, jagged = Hidden(torch.zeros(4)), JaggedTensor(torch.zeros(4), lengths=torch.ones(4).long())
+    for other in (hidden, {"a": [hidden]}, jagged):
+        with pytest.raises(InputError, match=r"Flawed was called with a (Hidden|JaggedTensor), which cannot"):
             model(ids, other)
     for other in (torch.zeros(1, 4), torch.zeros(5), [torch.zeros(6)], {"a": torch.zeros(0)}):
         with pytest.raises(InputError, match=r"Flawed was called with a tensor of shape .* for a batch of 4 samples"):
@@ -255,10 +245,6 @@ def end_of(rank: int, mesh: TowerMesh, disturbed: str) -> dict[str, torch.Tensor
     training.step(1)
     training.step(2)
     return gather_plain_state(training.model)
-
-
-def fail(_: torch.Tensor) -> None:
-    raise ZeroDivisionError
 
 
 @on_ranks(2)

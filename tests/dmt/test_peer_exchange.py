@@ -21,6 +21,7 @@ import dmt.sptt.peer_exchange
 from dmt.collectives import PendingExchange, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.peer_exchange import AgreedOutputs, PeerExchange, Pending, TowerOutput
+from tests.parity import fail
 from tests.ranks import on_ranks
 
 T = 3
@@ -137,10 +138,6 @@ class Watched:
 
 def breaks(columns: Tensor) -> Tensor:
     """Returns the same numbers; their backward pass raises `ZeroDivisionError`."""
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
     same = columns.clone()
     same.register_hook(fail)
     return same
