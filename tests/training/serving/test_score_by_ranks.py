@@ -78,6 +78,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {"sparse": "adam"},
         "towers": {"outside": ["C6", "C2"]},
     },
+    "towers of FP16 lists": {"arch": "dmt-dlrm", "sharding": {"table_precision": "fp16"}},
     "sequences": {"data": {"sequences": {"C6": "C1", "C5": "C2"}}},
     "flat sequences": {"arch": "dlrm", "data": {"sequences": {"C6": "C1"}}},
     "replicas": {"arch": "dmt-dcn", "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}},
@@ -93,6 +94,7 @@ def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monk
     TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save("towers.json")
     # Attention and sums of few items are more alike.
     least = 0.02 if "sequences" in kind else 0.05
+    most = 1e-4 if "FP16" in kind else 1e-5  # one process rounds sums of FP16 rows to FP16
     for rows, world_sizes in ((50, (2, 3)), *([(1, (3,))] if kind == "towers" else [])):
         sections = {"topology": TWO, "train": {"device": "cpu", "batch_size": BATCH}} | RUNS[kind]
         config = small(**sections, synthetic={"num_eval_rows": rows, "num_multi_hot": 2})
@@ -107,9 +109,9 @@ def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monk
             for name in ("row", "label"):
                 assert table[name].equals(expected[name])
             for name in ("logit", "probability"):
-                assert table[name].to_pylist() == pytest.approx(expected[name].to_pylist(), abs=1e-5, rel=0)
+                assert table[name].to_pylist() == pytest.approx(expected[name].to_pylist(), abs=most, rel=0)
             assert np.ptp(expected["logit"].to_numpy()) > (least if rows > 1 else -1), "tables matter"
-            assert asdict(found.metrics) == pytest.approx(asdict(wanted.metrics), abs=1e-6, nan_ok=True)
+            assert asdict(found.metrics) == pytest.approx(asdict(wanted.metrics), abs=most / 10, nan_ok=True)
             assert found.num_rows == rows
 
 
