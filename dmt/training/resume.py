@@ -28,7 +28,7 @@ from dmt.training.checkpoints.store import checkpoints, load, newest, read_manif
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.data.source import SourceState
-from dmt.training.device import on_all_ranks
+from dmt.training.device import on_all_ranks, random_state, set_random_state
 from dmt.training.job import Job
 from dmt.training.trained import changed_settings, check_encoding
 
@@ -53,6 +53,8 @@ _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 _SAME_RUN = ("data.", "train.seed:")
 # Settings that change the training, but not the model or the rows: changes are printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
+# Another evaluation set: printed, too.
+_EVALUATION = "data.eval_path: '"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +116,14 @@ def starting_folder(config: TrainingConfig) -> Path:
 
     The run's own checkpoints take precedence over ``train.resume``: a killed run continues from its last checkpoint.
 
-    Raises `InputError` if ``train.resume`` names a folder without a checkpoint.
+    Raises `InputError` if ``train.resume`` names a folder without a checkpoint, or a checkpoint of this run.
     """
     own_folder, wanted = checkpoint_folder(config), config.train.resume
+    if own_folder.resolve() in Path(wanted).resolve().parents:
+        raise InputError(
+            f"train.resume={wanted!r} is a checkpoint of this run, which resumes from its newest. To go back, "
+            "delete the later ones and leave train.resume out, or give another train.output_dir."
+        )
     if wanted == "auto" or checkpoints(own_folder):
         return own_folder
     for place in (Path(wanted), Path(wanted) / "checkpoint"):
@@ -145,10 +152,11 @@ def start_from(folder: Path, job: Job) -> Start:
     changes = changed_settings(read_file(place, "TOML", place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
-        wrong += [text for text in changes if text.startswith(_SAME_RUN)]
+        wrong += [text for text in changes if text.startswith(_SAME_RUN) and not text.startswith(_EVALUATION)]
         if saved.files != files:
             changed_files = sorted({name for name, *_ in {*saved.files} ^ {*files}})
-            wrong.append(f"the training files have changed: {shorten(changed_files, ', ')}")
+            onward = f"for new rows, set train.resume={config.train.output_dir!r} and another train.output_dir"
+            wrong.append(f"the training files have changed: {shorten(changed_files, ', ')} ({onward})")
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
         saved_plan = TowerPlan.load(towers)
@@ -159,7 +167,7 @@ def start_from(folder: Path, job: Job) -> Start:
         raise InputError(f"{folder} does not fit this run: {shorten(wrong)}. Undo these changes, or give {other}.")
     check_encoding(folder, job)
     # Also learning rates: the config's rates are used, not the saved ones.
-    notes = [text for text in changes if text.startswith(_TRAINING)]
+    notes = [text for text in changes if text.startswith((*_TRAINING, _EVALUATION))]
     notes[20:] = [f"and {len(notes) - 20} more changes"] if len(notes) > 20 else []
     if not is_own:
         return Start(folder=folder, lines=(f"weights and optimizer states from {folder}", *notes))
@@ -179,8 +187,8 @@ def restore_run(
 ) -> None:
     """Restores model, optimizer and replicas from the checkpoint that a run starts from, if there is one; collective.
 
-    Random generators and the user's source are restored, too, if the number of ranks is unchanged. Learning rates
-    follow the config at that step, even if the checkpoint's run had others.
+    Random generators and the user's source are restored, too, if the checkpoint is the run's own and the number of
+    ranks is unchanged. Learning rates follow the config at that step, even if the checkpoint's run had others.
 
     Raises:
         InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.
@@ -190,7 +198,10 @@ def restore_run(
     if job.data.source is not None and len(start.sources) == mesh.topology.world_size:
         job.data.source.start_state = start.sources[mesh.rank]
     settle_gradient_buckets(job, model, optimizer, start.position.step)
+    generators = random_state()
     load(start.folder, model, optimizer, mesh=mesh)
+    if not start.position.step:  # from another run, whose seed is not this one's
+        set_random_state(generators)
     optimizer.set_step(start.position.step)
     if replicas is not None:
         replicas.restart(steps=start.position.step)
@@ -211,7 +222,8 @@ def progress_of(job: Job, at: Position, mesh: TowerMesh) -> dict[str, Any]:
     if job.data.source is not None:
         state = job.data.source.state(at.epoch, at.rows // mesh.topology.world_size)
         sources = gather_objects(state, mesh.global_group)
-    return {"position": asdict(at), "files": job.data.files("train"), "sources": sources}
+    columns = [*job.data.columns.dense, *job.data.columns.feature_names]
+    return {"position": asdict(at), "files": job.data.files("train"), "sources": sources, "columns": columns}
 
 
 def step_rows(job: Job, at: Position) -> int:

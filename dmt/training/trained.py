@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dmt.hot_rows.runtime import HotRowsState
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints.store import load, newest
+from dmt.training.checkpoints.store import load, newest, read_manifest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
@@ -91,6 +92,10 @@ def check_encoding(folder: Path, job: Job) -> None:
     wrong = changed_settings(*({"data": config.model_dump(mode="json", include=_CODED)} for config in both))
     if len({(config.vocabulary or "").partition("#")[2] for config in both}) > 1:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
+    if job.data.raw.kind == "prepared":  # by another program, which named no raw columns
+        columns = [*job.data.columns.dense, *job.data.columns.feature_names]
+        before = read_manifest(folder).progress.get("columns", columns)
+        wrong += [f"column {old!r} -> {new!r}" for old, new in zip_longest(before, columns) if old != new]
     if wrong:
         remedy = "Undo these changes, or pass data that has that run's columns (--data of dmt score and dmt export)."
         found = f"The checkpoint {folder} was trained on rows with a different encoding"
@@ -100,13 +105,11 @@ def check_encoding(folder: Path, job: Job) -> None:
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns the settings in which two configs, as plain data, differ: ``section.key: saved -> now``.
 
-    A data path that both configs set is left out even if it differs: evaluation rows do not affect training, and
-    `start_from` compares the training rows.
+    A path of training rows that both configs set is left out even if it differs: `start_from` compares the rows.
     """
     before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
-    paths = {f"data.{name}" for name in ("eval_path", "train_path", "prepared")}
-    changed -= paths & before.keys() & after.keys()
+    changed -= {"data.train_path", "data.prepared"} & before.keys() & after.keys()
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
 
 

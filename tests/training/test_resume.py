@@ -19,6 +19,8 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
 from dmt.training.checkpoints.store import checkpoints, read_manifest
 from dmt.training.config import TrainingConfig
+from dmt.training.data.config import DataConfig
+from dmt.training.data.prepare import prepare
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord, read_curves
 from dmt.training.resume import Position, Start, checkpoint_folder, start_from, starting_folder
@@ -194,6 +196,10 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     assert starting_folder(changed(finished, train={**other, "resume": str(whole)})) == whole
     with pytest.raises(InputError, match=r"train\.resume='nowhere' holds no checkpoint"):
         starting_folder(changed(finished, train={**other, "resume": "nowhere"}))
+    with pytest.raises(
+        InputError, match=r"train\.resume='.*' is a checkpoint of this run, which resumes from its newest"
+    ):
+        starting_folder(changed(finished, train={"resume": str(whole)}))
     # Its own checkpoints go before the one it began with.
     assert starting_folder(changed(finished, train={"resume": "nowhere"})) == own
 
@@ -333,3 +339,30 @@ def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:
     for change in ({"dense": ["d_3", "d_2", "d_1"]}, {"dense_transform": "none"}, {"id_mode": "frequency"}):
         with pytest.raises(InputError, match=rf"rows with a different encoding: data\.{next(iter(change))}: .* -> "):
             check_encoding(tmp_path, open_unsharded(changed(run, data=change)))
+
+
+@pytest.mark.ranks
+def test_a_run_from_the_weights_of_another_drops_out_by_its_own_seed(tmp_path: Path) -> None:
+    first = config(tmp_path, **LAYOUTS["random bits and hot rows"], train={"max_steps": 1})
+    assert attempt(first) is not None
+    later = [{"output_dir": str(tmp_path / str(seed)), "resume": str(tmp_path), "seed": seed} for seed in (1, 2)]
+    one, other = (attempt(changed(first, train=values)) for values in later)
+    assert one is not None
+    assert other is not None
+    assert one["eval_loss"] != other["eval_loss"]
+
+
+@pytest.mark.ranks
+def test_another_order_of_columns_is_refused_where_another_program_prepared_the_rows(tmp_path: Path) -> None:
+    write_day(tmp_path, 1, 320)
+    prepare(DataConfig.model_validate({**FILES, "train_path": str(tmp_path / "day_1.csv")}), tmp_path / "rows")
+    path = tmp_path / "rows" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"raw": None}
+    path.write_text(json.dumps(manifest))
+    sections = {"data": {"prepared": str(path.parent)}, "topology": {"num_towers": 1, "ranks_per_tower": 1}}
+    run = config(tmp_path / "run", arch="dlrm", **sections, train={"max_steps": 1})
+    assert attempt(run) is not None
+    start(run)
+    path.write_text(json.dumps(manifest | {"dense": ["d_2", "d_1", "d_3"]}))
+    with pytest.raises(InputError, match=r"different encoding: column 'd_1' -> 'd_2'; column 'd_2' -> 'd_1'\."):
+        start(run)

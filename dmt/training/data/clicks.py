@@ -8,6 +8,7 @@ Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B row
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from dmt.training.data.synthetic import SyntheticRows
 
 __all__ = ["ClickData", "Split", "prefetched"]
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
 _SPLITS: tuple[Split, ...] = ("train", "eval")
@@ -117,6 +120,8 @@ class ClickData:
         for split in _SPLITS:
             files = [folder / name for name, *_ in self.files(split) if name.endswith(".parquet")]
             self._parts[split] = ParquetRows(files, self.columns)
+            if unlisted := sorted(str(file) for file in {*folder.glob(f"{split}/*.parquet")}.difference(files)):
+                logger.warning("%s: files that it does not list are not read: %s", folder / MANIFEST, shorten(unlisted))
         if noticed := manifest.summary.get("notes"):
             self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:

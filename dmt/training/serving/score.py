@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.files import atomic_write
+from dmt.training.checkpoints.store import read_manifest as read_checkpoint
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
@@ -26,7 +27,7 @@ from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
 from dmt.training.trained import data_section, trained_model
 
-__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "rows_to_score", "score"]
+__all__ = ["Predictions", "Scored", "check_evaluation_rows", "check_predictions", "open_rows", "rows_to_score", "score"]
 
 _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
@@ -122,9 +123,25 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         cache = out.absolute().parent / PREPARED
         data = ClickData(raw, cache=cache) if data_path is None else rows_to_score(raw, data_path, out)
         return partial(_run, model, program), data
-    _, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
+    folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
+    if data_path is None:
+        check_evaluation_rows(folder, job)
     cuts = {} if job.towers is None else job.towers.column_splits
     return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), job.data
+
+
+def check_evaluation_rows(folder: Path, job: Job) -> None:
+    """Raises `InputError` if the evaluation rows of a run's own data may now be rows on which it has trained.
+
+    ``eval_fraction`` takes rows at even intervals, which move if a file is added before others, changed or removed.
+    """
+    raw, files = job.data.raw, [list(file) for file in job.data.files("train")]
+    is_by_interval = raw.kind in ("columns", "criteo_tsv") and not (raw.eval_path or raw.split_column or raw.group_by)
+    if is_by_interval and read_checkpoint(folder).progress.get("files", files) != files:
+        raise InputError(
+            f"The training files have changed since {folder} was saved, so rows that data.eval_fraction now takes for "
+            "evaluation may have been trained on. Name the rows to score (--data)."
+        )
 
 
 def open_rows(config: TrainingConfig, data_path: str | None, out: Path) -> Job:

@@ -28,7 +28,7 @@ from dmt.training.device import current_device, on_all_ranks, process_group
 from dmt.training.job import Job, make_job
 from dmt.training.preflight import check_same_input
 from dmt.training.serving.export import writing
-from dmt.training.serving.score import Predictions, Scored, open_rows
+from dmt.training.serving.score import Predictions, Scored, check_evaluation_rows, open_rows
 from dmt.training.trained import check_encoding, checkpoint_of
 
 __all__ = ["score_by_ranks"]
@@ -61,6 +61,8 @@ def score_by_ranks(
         checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
         job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
         on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
+        if data_path is None:
+            on_all_ranks(lambda: check_evaluation_rows(checkpoint, job), everyone)
         mesh = TowerMesh(job.topology)
         return _score(job, _load(checkpoint, job, mesh), mesh, out)
 

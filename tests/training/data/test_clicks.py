@@ -163,11 +163,12 @@ def test_each_row_without_a_request_is_one_by_itself(tmp_path: Path) -> None:
     assert len(set(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())) == 10  # 1.0 is 1
 
 
-def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
+def test_prepared_rows_are_read_from_their_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", group_rows=16)
     shutil.copyfile(tmp_path / "out" / "train" / "part-00000.parquet", tmp_path / "out" / "eval" / "other.parquet")
     folder = ClickData(DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0}))
+    assert "files that it does not list are not read: " in caplog.text
     assert sorted(real_rows(folder.batches("eval", **RANK))) == list(range(0, 100, 5))
     assert (folder.raw.id_mode, folder.raw.categorical) == ("hash", NAMES["categorical"])
     (tmp_path / "out" / "eval" / "part-00000.parquet").write_bytes(b"x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from dmt.errors import InputError
 from dmt.training import trained
-from dmt.training.checkpoints.store import load_plain
+from dmt.training.checkpoints.store import load_plain, write_manifest
+from dmt.training.checkpoints.store import read_manifest as read_checkpoint
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
@@ -165,6 +167,20 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"c_ad"):
             score(model, tmp_path / "p.parquet", data_path=str(tmp_path / "new.parquet"))
     assert not (tmp_path / "p.parquet").exists()
+
+
+def test_evaluation_rows_are_not_taken_from_other_files_than_those_of_training(tmp_path: Path) -> None:
+    pq.write_table(rows(), tmp_path / "day_2.parquet")
+    data = {"kind": "columns", "train_path": str(tmp_path / "day_*.parquet"), "categorical": ["c_*"], "dense": ["d_*"]}
+    model, train = {"arch": "dlrm", "embedding_dim": 8}, {"output_dir": str(tmp_path)}
+    config = TrainingConfig.model_validate({"data": data, "model": model, "train": train})
+    checkpoint = save_run(tmp_path, config) / "checkpoint" / "step-00000001"
+    progress = {"files": ClickData(config.data, cache=tmp_path / "prepared-cache").files("train")}
+    write_manifest(checkpoint, replace(read_checkpoint(checkpoint), progress=progress))
+    assert score(tmp_path, tmp_path / "p.parquet").num_rows == ROWS // 10
+    pq.write_table(rows(), tmp_path / "day_1.parquet")
+    with pytest.raises(InputError, match=r"The training files have changed since .*Name the rows to score \(--data\)"):
+        score(tmp_path, tmp_path / "p.parquet")
 
 
 def test_another_ending_than_that_of_parquet_is_refused(tmp_path: Path) -> None:
