@@ -103,7 +103,7 @@ def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, pl
     try:
         if Path(path).is_fifo():
             raise OSError("a pipe cannot be read by every rank: save it as a file")
-        text = Path(path).read_bytes().decode()
+        text = Path(path).read_bytes().decode("utf-8-sig")  # of Windows: with a byte-order mark
     except (OSError, ValueError) as error:  # ValueError: text that is not UTF-8, a path with a NUL
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{place}: cannot be read ({reason}). {remedy}") from error

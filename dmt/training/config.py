@@ -12,11 +12,11 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, parse, read_file
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.optimizers import MomentScale, check_moment_scale
+from dmt.sharding.optimizers import check_moment_scale
 from dmt.sharding.schemes import SCHEMES, Kernel, Scheme
 from dmt.sptt.options import refusals
 from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
-from dmt.training.data.config import OF_READING, DataConfig, Section
+from dmt.training.data.config import OF_READING, DataConfig, Float, Int, PathText, Section
 
 __all__ = [
     "KEYS_OF_TOWERS",
@@ -38,7 +38,7 @@ __all__ = [
 KEYS_OF_TOWERS = ("sharding.tables", "sharding.unique", "towers.outside", "train.micro_batches")
 """Keys that only the tower dataflow supports."""
 
-Layer = Annotated[int, Field(ge=1, le=2**20)]
+Layer = Annotated[Int, Field(ge=1, le=2**20)]
 
 
 class ModelConfig(Section):
@@ -54,24 +54,24 @@ class ModelConfig(Section):
     """The factory's model has an ``EmbeddingTowerCollection``; false: the model is flat."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings passed to the factory."""
-    embedding_dim: int = Field(default=128, ge=4, le=65_536, multiple_of=4)
+    embedding_dim: Int = Field(default=128, ge=4, le=65_536, multiple_of=4)
     """N, columns of every table; a multiple of 4."""
-    embedding_dims: dict[str, Annotated[int, Field(ge=4, le=65_536, multiple_of=4)]] = Field(default_factory=dict)
+    embedding_dims: dict[str, Annotated[Int, Field(ge=4, le=65_536, multiple_of=4)]] = Field(default_factory=dict)
     """Columns of individual tables, by feature."""
     dense_arch: tuple[Layer, ...] = (512, 256)
     """Hidden layers of the bottom MLP."""
     over_arch: tuple[Layer, ...] | None = None
     """Layers of the over arch, ending in 1; by default the paper's."""
-    tower_dim: int | None = Field(default=None, ge=1, le=65_536)
+    tower_dim: Int | None = Field(default=None, ge=1, le=65_536)
     """D, dimension of a tower's outputs; by default half of ``embedding_dim``: a compression ratio of 2 with DLRM's ``c
     = 1`` and ``p = 0``."""
-    c: int = Field(default=1, ge=0, le=65_536)
+    c: Int = Field(default=1, ge=0, le=65_536)
     """Outputs of dimension D per feature (DLRM in towers)."""
-    p: int = Field(default=0, ge=0, le=65_536)
+    p: Int = Field(default=0, ge=0, le=65_536)
     """Outputs of dimension D per tower (DLRM in towers)."""
-    cross_layers: int = Field(default=3, ge=1, le=1000)
+    cross_layers: Int = Field(default=3, ge=1, le=1000)
     """Cross layers of the interaction (``dcn``, ``dmt-dcn``)."""
-    cross_rank: int = Field(default=512, ge=1, le=65_536)
+    cross_rank: Int = Field(default=512, ge=1, le=65_536)
     """Rank of a cross layer (``dcn``, ``dmt-dcn``)."""
 
     @property
@@ -103,16 +103,16 @@ class ModelConfig(Section):
 class TopologyConfig(Section):
     """The mesh: R replicas x T towers x L ranks. Their product must be the world size."""
 
-    num_towers: int = Field(default=1, ge=1, le=65_536)
+    num_towers: Int = Field(default=1, ge=1, le=65_536)
     """T; a tower is usually one host."""
-    ranks_per_tower: int = Field(default=1, ge=1, le=8192)
+    ranks_per_tower: Int = Field(default=1, ge=1, le=8192)
     """L, ranks of a tower in one replica."""
-    num_replicas: int = Field(default=1, ge=1, le=65_536)
+    num_replicas: Int = Field(default=1, ge=1, le=65_536)
     """R, copies of all tables, each trained on its share of the samples."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``inter_host``: a replica is a block of neighboring ranks; ``intra_host``: the replicas of a shard are
     neighbors."""
-    ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
+    ranks_per_host: Int | None = Field(default=None, ge=1, le=8192)
     """Ranks on one machine: those of one or more towers, or an equal part of one tower. If not set, each tower is a
     host (with ``intra_host``, together with its replicas)."""
 
@@ -124,7 +124,7 @@ class TopologyConfig(Section):
 class TowersConfig(Section):
     """The tower plan: which features form which tower."""
 
-    plan: str = "strided"
+    plan: PathText = "strided"
     """Path of a ``towers.json``; ``strided``: table i in tower i mod T; or ``balanced``: towers and hosts send about
     the same number of bytes (for flat models, whose results no plan changes)."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
@@ -161,13 +161,13 @@ class ShardingConfig(Section):
     tables: dict[str, Literal[Scheme, Kernel]] = Field(default_factory=dict)
     """The scheme of individual tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
     ``"t_ad*" = "row_wise"``; an exact name wins, then the first pattern that matches."""
-    memory_gib: float | None = Field(default=None, gt=0, le=1e6)
+    memory_gib: Float | None = Field(default=None, gt=0, le=1e6)
     """GiB per rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
     more is refused."""
-    pooling_factors: dict[str, float] = Field(default_factory=dict)
+    pooling_factors: dict[str, Annotated[Float, Field(gt=0, le=1e9)]] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default the counts of
     ``dmt prepare``, else 1."""
-    cluster: str | None = None
+    cluster: PathText | None = None
     """Rates of lookups and links, for the planner and for the prediction in ``result.json``: a file that ``dmt
     bench-comms`` wrote, ``v100``, ``a100`` or ``h100``."""
     unique: bool = False
@@ -198,21 +198,21 @@ class ShardingConfig(Section):
 class ReplicasConfig(Section):
     """Averaging of the tables' replicas (2D sparse parallelism); no effect with one replica."""
 
-    sync_every: int = Field(default=1, ge=1)
+    sync_every: Int = Field(default=1, ge=1)
     """N: average weights and optimizer states every N steps."""
     optimizer_state: Literal["now", "delayed"] = "now"
     """``now``: states are averaged with weights; ``delayed``: while the next N steps train, and adopted after them."""
-    moment_scale: MomentScale = "num_replicas"
+    moment_scale: Float | Literal["num_replicas"] = "num_replicas"
     """c, in (0, R]: the divisor of AdaGrad's moments ([Replicas](replicas.md#the-moment-scale))."""
 
 
 class HotRowsConfig(Section):
     """Copies of the most frequently read rows on every rank of a flat model in the tower dataflow (OPER)."""
 
-    extra_memory: float = Field(default=0.0, ge=0, le=1)
+    extra_memory: Float = Field(default=0.0, ge=0, le=1)
     """Limit on the bytes of a rank's copies, as a share of the weights of all tables; 0: no copies. Only rows that save
     bytes between hosts are copied."""
-    refresh_every: int = Field(default=1000, ge=1)
+    refresh_every: Int = Field(default=1000, ge=1)
     """Choose the rows again every N steps; the first choice is after 100 steps at the latest."""
 
 
@@ -221,51 +221,51 @@ class OptimizerConfig(Section):
 
     sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
     """Optimizer of the tables, fused into their backward pass."""
-    sparse_lr: float = Field(default=0.05, gt=0)
+    sparse_lr: Float = Field(default=0.05, gt=0, le=1e6)
     """Learning rate of the tables."""
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     """Optimizer of tower modules and other dense parts."""
-    dense_lr: float = Field(default=1e-3, gt=0)
+    dense_lr: Float = Field(default=1e-3, gt=0, le=1e6)
     """Learning rate of tower modules and other dense parts."""
-    warmup_steps: int = Field(default=100, ge=0)
+    warmup_steps: Int = Field(default=100, ge=0)
     """Steps over which both rates rise linearly to their full value."""
 
 
 class TrainConfig(Section):
     """The training loop."""
 
-    batch_size: int = Field(default=1024, ge=1, le=2**24)
+    batch_size: Int = Field(default=1024, ge=1, le=2**24)
     """B, rows per rank and step, also in evaluation."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: Int = Field(default=1, ge=1)
     """Passes over the training rows."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Int | None = Field(default=None, ge=1)
     """Stop after this many steps in total."""
-    eval_every: int | None = Field(default=None, ge=1)
+    eval_every: Int | None = Field(default=None, ge=1)
     """Evaluate every N steps, and at the end; by default only at the end."""
-    log_every: int = Field(default=50, ge=1)
+    log_every: Int = Field(default=50, ge=1)
     """Record the training loss every N steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``cuda``: a GPU for each rank ([Status](status.md#gpus)); ``auto``: ``cuda`` if torch sees one and FBGEMM's CUDA
     build is installed."""
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes, with the same results."""
-    micro_batches: int = Field(default=1, ge=1, le=1024)
+    micro_batches: Int = Field(default=1, ge=1, le=1024)
     """K, the parts into which a batch is split: while the dense part computes one, tower outputs or gradients of the
     others are in flight. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
     """How dense gradients are averaged: ``ring``: DDP's all-reduce; ``hierarchical``: inside each host, then between
     hosts (``hierarchical_bf16``: in BF16 between hosts)."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    seed: Int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights and of dropout."""
-    output_dir: str = "runs/latest"
+    output_dir: PathText = "runs/latest"
     """Folder of all output."""
-    save_every: int = Field(default=1000, ge=1)
+    save_every: Int = Field(default=1000, ge=1)
     """Save every N steps, and at the end; with replicas, N is rounded up to a multiple of ``replicas.sync_every``."""
-    keep_checkpoints: int = Field(default=3, ge=1)
+    keep_checkpoints: Int = Field(default=3, ge=1)
     """Number of checkpoints to keep."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """Where to start if ``output_dir`` has no checkpoint: ``auto``: from scratch; another run's folder: from its
     weights and optimizer states."""
 

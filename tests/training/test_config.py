@@ -52,11 +52,13 @@ def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_p
         ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
         ("data.shuffle_seed=3", lambda c: c.data.shuffle_seed, 3),
         ("train={epochs = 3}", lambda c: c.train.epochs, 3),
+        ("train.output_dir=~/${USER_OF_TEST}", lambda c: c.train.output_dir, str(Path.home() / "ann")),
         ("train.output_dir=2024-run", lambda c: c.train.output_dir, "2024-run"),
         (to_override("train.output_dir", Path('\U0001f600"\x1b\\')), lambda c: c.train.output_dir, '\U0001f600"\x1b\\'),
     ],
 )
-def test_overrides(override: str, read: Any, value: Any) -> None:
+def test_overrides(override: str, read: Any, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER_OF_TEST", "ann")
     found = read(load_config("demo", [override]))
     assert found == value
     assert type(found) is type(value)
@@ -75,6 +77,10 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("sharding.tables.t=rowwise", r"Input should be 'table_wise', .* or 'fused_uvm_caching' \(got 'rowwise'\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
         ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
+        ("train.batch_size=true", r"train\.batch_size: Input should be a valid integer \(got True\)"),
+        ("optimizer.dense_lr=true", r"optimizer\.dense_lr: Input should be a valid number \(got True\)"),
+        ("model.dense_arch=[8, true]", r"model\.dense_arch\.1: Input should be a valid integer \(got True\)"),
+        ("train.output_dir=$NOWHERE/out", r"'\$NOWHERE/out' names an environment variable that is not set"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"='flat' cannot train a multi-tower model, but model\.arch='dmt-dlrm' is one"),
@@ -92,7 +98,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
 
 
 def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "demo").write_text("[train]\nepochs = 9\n")
+    (tmp_path / "demo").write_text("[train]\nepochs = 9\n", encoding="utf-8-sig")  # as Windows writes it
     monkeypatch.chdir(tmp_path)
     assert load_config("demo").train.epochs == 9
 

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
 from dmt.errors import InputError
 from dmt.files import from_record, read_file
 from dmt.plan.tables import TableSpec, table_specs
 
-__all__ = ["MOST_IDS", "OF_READING", "DataConfig", "Section", "SyntheticConfig", "read_tables", "with_files"]
+__all__ = [
+    "MOST_IDS",
+    "OF_READING",
+    "DataConfig",
+    "Float",
+    "Int",
+    "PathText",
+    "Section",
+    "SyntheticConfig",
+    "read_tables",
+    "with_files",
+]
 
 _MOST_ROWS = 2**40
 MOST_IDS = 1000
 """Largest number of ids in a sequence when ``data.max_length`` is not set."""
 OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
 """Keys that control how prepared rows are read, not what they contain."""
+
+# Pydantic would take true as 1, and text that holds a number.
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+
+
+def _expand(path: str) -> str:
+    """Replaces ``~`` and environment variables as a shell does; raises `InputError` for a variable that is not set."""
+    found = os.path.expanduser(os.path.expandvars(path))
+    if re.search(r"\$[{\w]", found):
+        raise InputError(f"{path!r} names an environment variable that is not set. Set it, or write out the path")
+    return found
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_expand)]
 
 
 class Section(BaseModel):
@@ -29,21 +57,21 @@ class Section(BaseModel):
 class SyntheticConfig(Section):
     """The synthetic click log: columns like Criteo's, Zipf-distributed ids, planted groups of features."""
 
-    num_dense: int = Field(default=13, ge=0, le=10_000)
+    num_dense: Int = Field(default=13, ge=0, le=10_000)
     """Number of dense features, I1, I2, ..."""
-    num_features: int = Field(default=26, ge=1, le=10_000)
+    num_features: Int = Field(default=26, ge=1, le=10_000)
     """Number of categorical features, C1, C2, ..."""
-    num_rows: int = Field(default=1_000_000, ge=1, le=2**32)
+    num_rows: Int = Field(default=1_000_000, ge=1, le=2**32)
     """Number of training rows in an epoch."""
-    num_eval_rows: int = Field(default=65_536, ge=1, le=2**32)
+    num_eval_rows: Int = Field(default=65_536, ge=1, le=2**32)
     """Number of evaluation rows."""
-    rows_per_table: int = Field(default=1000, ge=2, le=2**24)
+    rows_per_table: Int = Field(default=1000, ge=2, le=2**24)
     """Number of rows of each table, and of ids of its feature."""
-    num_groups: int = Field(default=4, ge=1)
+    num_groups: Int = Field(default=4, ge=1)
     """Number of feature groups; only features of the same group interact in the label."""
-    num_multi_hot: int = Field(default=0, ge=0)
+    num_multi_hot: Int = Field(default=0, ge=0)
     """Number of features with bags of 0 to 3 ids instead of one id: the last ones."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    seed: Int = Field(default=0, ge=0, lt=2**32)
     """Seed of the rows."""
 
     @model_validator(mode="after")
@@ -71,13 +99,13 @@ class DataConfig(Section):
     own](data.md#rows-of-your-own))."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings that are passed to the function of ``source``."""
-    prepared: str | None = None
+    prepared: PathText | None = None
     """A folder that [dmt prepare](data.md#prepare) wrote; its manifest names columns and tables."""
-    train_path: str | None = None
+    train_path: PathText | None = None
     """Training files: a file, folder or glob, local or a URL for fsspec. Files are read in the order of their names."""
-    eval_path: str | None = None
+    eval_path: PathText | None = None
     """Evaluation files; without it, ``split_column`` or ``eval_fraction`` selects rows of ``train_path``."""
-    eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    eval_fraction: Float = Field(default=0.1, gt=0.0, lt=1.0)
     """Fraction of the rows for evaluation, at even intervals; with ``group_by``, of the requests, by their hash.
     Ignored with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
@@ -98,29 +126,29 @@ class DataConfig(Section):
     """Transform of dense values; ``signed_log1p`` is sign(x) * log(1 + abs(x))."""
     id_mode: Literal["hash", "index", "frequency"] = "hash"
     """How [values become ids](data.md#how-values-become-inputs); ``frequency`` reads the rows twice."""
-    vocabulary: str | None = None
+    vocabulary: PathText | None = None
     """A prepared folder whose vocabulary is reused; needs ``id_mode = "frequency"``."""
-    num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
+    num_embeddings: Int = Field(default=100_000, ge=1, le=_MOST_ROWS)
     """Rows of each table; with ``id_mode = "frequency"`` the maximum. Synthetic data has ``rows_per_table`` instead."""
-    num_embeddings_per_feature: dict[str, Annotated[int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
+    num_embeddings_per_feature: dict[str, Annotated[Int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
     """Rows of the table, by feature; overrides ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by table name: ``{ads = ["ad", "last_ad"]}``."""
     sequences: dict[str, str] = Field(default_factory=dict)
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
-    max_length: int | None = Field(default=None, ge=1, le=2**20)
+    max_length: Int | None = Field(default=None, ge=1, le=2**20)
     """Maximum length of a sequence; longer ones keep their last ids. By default, over 1,000 ids are invalid."""
-    shuffle_rows: int = Field(default=100_000, ge=0)
+    shuffle_rows: Int = Field(default=100_000, ge=0)
     """Number of training rows (of files) in a window. Each epoch shuffles rows within windows; 0 shuffles none."""
-    shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
+    shuffle_seed: Int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
     """Column that identifies a row's request, session or user; it need not be a feature. Whole requests are shuffled
     ([Data](data.md#which-rank-trains-on-which-row))."""
     shuffle_pieces: bool = False
     """Whether each epoch also shuffles the order of the row groups."""
-    tables: str | None = None
+    tables: PathText | None = None
     """A JSON file that lists tables, for ``dmt plan`` and ``dmt what-if`` without data
     ([Sharding](sharding.md#from-the-command-line))."""
     synthetic: SyntheticConfig = SyntheticConfig()
@@ -190,8 +218,8 @@ class _Table(Section):
     """An entry of the file ``data.tables``."""
 
     name: str = Field(min_length=1)
-    num_embeddings: int = Field(ge=1)
-    embedding_dim: int = Field(ge=1, multiple_of=4)  # as FBGEMM's kernels require
+    num_embeddings: Int = Field(ge=1)
+    embedding_dim: Int = Field(ge=1, multiple_of=4)  # as FBGEMM's kernels require
     feature_names: tuple[str, ...] = Field(min_length=1)
     data_type: Literal["FP32", "FP16"] = "FP32"
     sequences: tuple[tuple[str, str], ...] = ()
