@@ -142,6 +142,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
         "hashing": _HASH if is_hashed else "",
         "hash_key": HASH_KEY if is_hashed else "",
         "data": data.raw.model_dump(mode="json"),
+        "prepared": data.config.prepared,  # folder whose evaluation rows `dmt score` reads; null: those of "data"
         "versions": versions(),
     }
 

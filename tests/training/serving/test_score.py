@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,11 +22,15 @@ from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
+from dmt.training.data.prepare import prepare
+from dmt.training.job import open_unsharded
+from dmt.training.serving import export
+from dmt.training.serving import score as scoring
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import rows_to_score, score
 from dmt.training.trained import checkpoint_of
 from tests.training.data.helpers import numbered_lines, write
-from tests.training.small import plain, save_run
+from tests.training.small import plain, save_run, small
 
 ROWS = 50
 
@@ -114,6 +120,31 @@ def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) 
         first, second = (pq.read_table(tmp_path / f"{out}.parquet") for out in ("checkpoint", "program"))
         assert first.equals(second)
         assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
+
+
+def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prepared rows requests are contiguous within row groups, here smaller ones than the raw rows would get."""
+    path = str(tmp_path / "clicks.parquet")
+    pq.write_table(rows(request=[i % 4 for i in range(ROWS)]), path)
+    raw = DataConfig(kind="columns", train_path=path, eval_path=path, group_by="request", categorical=("c_*",))
+    prepare(raw.model_copy(update={"dense": ("d_*",)}), tmp_path / "ready", group_rows=8)
+    job = open_unsharded(small("dlrm").model_copy(update={"data": DataConfig(prepared=str(tmp_path / "ready"))}))
+    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
+    monkeypatch.setattr(scoring, "read_manifest", lambda _: export._manifest(job, Path(), "fp32"))
+    monkeypatch.setattr(scoring, "load_program", lambda _: None)
+    data = (job.data, scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")[1])
+    first, second = (next(part.batches("eval", rank=0, world_size=1, batch_size=ROWS)) for part in data)
+    assert torch.equal(first.dense_features, second.dense_features)
+    manifest = tmp_path / "ready" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    for change in ({"raw": record["raw"] | {"id_mode": "index"}}, {"features": record["features"][::-1]}):
+        manifest.write_text(json.dumps(record | change))
+        with pytest.raises(
+            InputError, match=r"data\.prepared='.*ready' is not as it was when .*model\.pt2 was exported"
+        ):
+            scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")
 
 
 def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
