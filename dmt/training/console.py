@@ -125,6 +125,9 @@ def quiet_libraries(*, rank: int) -> None:
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
+    said: dict[str, logging.LogRecord] = {}
+    # Only new messages: a run lists its files several times, each time with the same warnings.
+    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
     ours = logging.getLogger("dmt")
     ours.handlers = [handler]
     ours.propagate = False

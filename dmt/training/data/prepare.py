@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import fnmatch
 import glob
 import hashlib
 import json
@@ -18,7 +19,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -92,7 +93,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
-    check_output("Folder for prepared rows", cache, is_folder=True)
+    check_output("The cache of prepared rows, in train.output_dir or beside --out,", cache, is_folder=True)
     with (cache / f".{folder.name}{_LOCK}").open("a+", encoding="utf-8") as lock:
         before = os.fstat(lock.fileno()).st_mtime_ns
         try:
@@ -226,6 +227,7 @@ def _raw_rows(
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
+    known = {*converter.columns.dense, *bags}
     in_order = [(setting, file) for setting, paths in files.items() for file in paths]
     for number, (setting, file) in enumerate(in_order):
         schema = schema_of(file, config)
@@ -234,15 +236,18 @@ def _raw_rows(
             raise InputError(f"{file}: column {absent[0]!r} is missing. Give all files the columns of the first.")
         found = find_columns(config, schema, file)
         lists = {feature.name: feature.is_bag for feature in found.features}
-        if new := {*found.dense, *lists}.difference(converter.columns.dense, bags):
-            logger.warning("%s: columns not in %s are not read: %s", file, in_order[0][1], shorten(sorted(new), ", "))
+        _warn_of_unread(file, {*found.dense, *lists}, known, in_order[0][1])
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(
                 f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form in all files."
             )
+        patterns = {*config.dense, *config.categorical, *config.timestamps}.difference(names)
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)
+            later = converter.keys(block).difference(names) if patterns else ()
+            chosen = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
+            _warn_of_unread(file, chosen, known, "its first 1,000 lines")
             rejects.add(wrong)
             for part in _PARTS:
                 if eval_only or config.eval_path:
@@ -253,6 +258,13 @@ def _raw_rows(
                 chosen = rows.filter(pa.array(is_chosen)).select(converter.schema.names)
                 yield part, chosen, (number + block.share) / len(in_order)
             start += rows.num_rows
+
+
+def _warn_of_unread(file: str, names: Collection[str], known: set[str], first: str) -> None:
+    """Warns of columns that are not in ``known``, to which it adds them: once, not for each file that has them."""
+    if new := sorted({*names} - known):
+        known.update(new)
+        logger.warning("%s: columns not in %s are not read: %s", file, first, shorten(new, ", "))
 
 
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:

@@ -73,6 +73,8 @@ class Block:
     """SQL expression and Arrow type of each column, by name; text files have text, JSON lines also lists of text."""
     fault: str = ""
     """SQL ``WHEN`` clauses for rows that cannot be read. Their value: the column (or empty), `_CUT`, and the reason."""
+    keys: str = ""
+    """SQL expression of the names of all columns of a row, of the used ones or not; empty if all rows have the same."""
     first: int = 1
     """Number of the first row's line (in Parquet and batches, of the first row), from 1."""
     share: float = 1.0
@@ -294,11 +296,14 @@ def _json_sql(schema: pa.Schema, used: Sequence[str], texts: pa.StringArray) -> 
         "relation": f"(SELECT line, CASE WHEN {good} THEN json_transform(line, {literal(kinds)}) END AS j FROM block)",
         "columns": {field.name: (f"struct_extract(j, {literal(field.name)})", field.type) for field in schema},
         "fault": " ".join(faults),
+        "keys": "CASE WHEN json_valid(line) THEN json_keys(line) END",
     }
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
     """Returns a new in-memory DuckDB connection within the given limits that reads times without a zone as UTC."""
+    if not memory_gib <= 1e6:  # true of NaN, too, which click lets pass
+        raise InputError(f"--memory-gib {memory_gib} must be a number of at most 1e6. Give the GiB to use.")
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'; SET parquet_metadata_cache = true")
     return connection
@@ -342,6 +347,15 @@ class Converter:
         for row in np.flatnonzero(faults.is_valid().to_numpy()).tolist():
             rejects.append(block.reject(row, *faults[row].as_py().split(_CUT, 1)))
         return self._typed(table.filter(faults.is_null()) if rejects else table), rejects
+
+    def keys(self, block: Block) -> set[str]:
+        """Returns the names of all columns of a block whose rows may have different ones; else an empty set."""
+        if not block.keys:
+            return set()
+        self.connection.register("block", block.rows)
+        rows = self.connection.sql(f"SELECT DISTINCT unnest({block.keys}) FROM block").fetchall()
+        self.connection.unregister("block")
+        return {name for (name,) in rows}
 
     def _typed(self, table: pa.Table) -> pa.Table:
         columns = {}

@@ -226,7 +226,7 @@ RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
 def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.tsv", numbered_lines(50))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
-    for cache, message in ((None, "must be prepared first"), (tmp_path / "a.tsv" / "b", "rows '.*b' cannot be writ")):
+    for cache, message in ((None, "must be prepared first"), (tmp_path / "a.tsv" / "b", "rows, .*b' cannot be wri")):
         with pytest.raises(InputError, match=message):
             ClickData(config, cache=cache)
     data = opened(config)
