@@ -185,14 +185,14 @@ def _in_towers(
     if config.dataflow == "flat":
         return None, tables
     place = f"towers.plan={config.towers.plan!r}"
-    plan = _dealt(config, tables, data) or TowerPlan.load(config.towers.plan)
-    for feature, widths in plan.column_splits.items():
-        if any(width % 4 for width in widths):
-            raise InputError(
-                f"{place} cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each "
-                "must be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
-            )
     try:
+        plan = _dealt(config, tables, data) or TowerPlan.load(config.towers.plan)
+        for feature, widths in plan.column_splits.items():
+            if any(width % 4 for width in widths):
+                raise InputError(
+                    f"it cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each must "
+                    "be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
+                )
         if config.towers.outside != "none":
             place += f", towers.outside={config.towers.outside!r:.100}"
             outside = dict.fromkeys(_outside(config, plan, tables, data))

@@ -18,6 +18,7 @@ from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, shorten
 from dmt.models.complexity import Complexity, tower_modules
 from dmt.plan.topology import TowerTopology
+from dmt.simulator.cluster import load_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
 from dmt.training.build import build_model, count_model
@@ -61,6 +62,8 @@ def checked_model(job: Job) -> nn.Module:
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run is flat. "
             "Set sharding.dataflow='sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
+    if config.sharding.cluster is not None:
+        load_cluster(config.sharding.cluster)  # a flat run uses it at its end only
     check_table_optimizer(config.optimizer, job.device_type)
     if job.opened_data is None:
         raise InputError(

@@ -193,7 +193,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     A tower is a host (several hosts if there are more hosts than tables). Tables are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
     Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
-    Own models (``model.factory``) and tables of several widths have none: predict them by overrides of their config.
+    An own model (``model.factory``) keeps its form, so one in towers has none. Nor have tables of several widths.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
@@ -205,7 +205,8 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     left_out: list[str] = []
     counted: dict[str, ModelWork] = {}
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
-    has_any = run.config.model.factory is None and len({table.embedding_dim for table in tables}) == 1
+    is_own, in_towers = run.config.model.factory is not None, run.config.model.has_towers
+    has_any = not in_towers if is_own else len({table.embedding_dim for table in tables}) == 1
     for name, settings in _ways(run) if has_any else ():
         changed = changed_config(run.config, settings)
         try:
@@ -252,6 +253,8 @@ def _plain_tables(run: Job) -> list[TableSpec]:
 def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
     """Returns settings of ``[model]`` for the alternatives in ``num_towers`` towers, by name."""
     model, tables, outputs = run.config.model, _plain_tables(run), {}
+    if model.factory is not None:
+        return {_SAME: {}}
     if "dcn" in model.arch:
         # A tower of DMT-DCN sends tower_dim numbers for all its features.
         family, columns = "dcn", sum(table.embedding_dim * len(table.feature_names) for table in tables) // num_towers
@@ -270,7 +273,8 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
 
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Yields the name of each alternative, and its settings by section and key."""
-    flat = {"model": {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
+    is_own = run.config.model.factory is not None
+    flat = {"model": {} if is_own else {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
     num_hosts, num_tables = run.topology.num_hosts, len(run.tables)
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
     for replicas, placement in _replicas(run.topology):

@@ -228,10 +228,16 @@ def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_non
     assert {job.sharding.hardware.memory_gb_per_s for job in seen if job.sharding is not None} == {5.0}
 
 
-def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_is_predicted_in_towers_as_it_is_and_flat_over_towers_too(tmp_path: Path) -> None:
+    save_cluster(SMALL, tmp_path / "c.toml")
+    config = deepfm(topology={"num_towers": 2, "ranks_per_tower": 2}, model={"in_towers": False})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    ways = record_of(str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml"))["alternatives"]
+    names = sorted(way["name"] for way in ways if way["num_replicas"] == 1)
+    assert names == ["SPTT, same model", "SPTT, same model, unique", "flat (TorchRec)", "flat (one tower)"]
+    assert load_config(tmp_path / "run.toml", ways[0]["overrides"]).model == config.model
     config = deepfm(topology={"num_towers": 2, "ranks_per_tower": 2})
     (tmp_path / "run.toml").write_text(to_toml(config))
-    save_cluster(SMALL, tmp_path / "c.toml")
     record = record_of(str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml"))
     assert (record["own"]["compression_ratio"] > 1, record["alternatives"]) == (True, [])
     assert "nan" not in run(str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml")).output

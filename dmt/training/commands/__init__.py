@@ -239,7 +239,12 @@ def _doctor() -> Shown:
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
     help="Tower module that the towers will have; by default the run's.",
 )
-@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Maximum size ratio of towers; inf: no limit.")
+@click.option(
+    "--balance-ratio",
+    cls=Advanced,
+    default=1.0,
+    help="Maximum of the largest tower's features over the smallest's; inf: no limit.",
+)
 @click.option("--rules", type=_PATH, help="TOML file of rules, such as categories and limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"), help="Tower plan to write.")
 @click.option("--report", type=_Output("folder"), help="Also write a report into this folder.")
