@@ -60,7 +60,7 @@ def _readme() -> Rows:
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
     rows = [(f"flat TorchRec, each distinct id sent once (fastest of {len(ways)} setups)", flat, "")]
     every = _best(contenders, "fp32", every_id=True)
-    rows += [("flat TorchRec, every id sent", every, "")] if every is not flat else []
+    rows += [("flat TorchRec, sharded by its planner", every, "")] if every is not flat else []
     same = fastest(contenders.values(), "sptt", precision="fp32")
     rows.append(("the same model over towers, no options", contenders["sptt"], "same results"))
     rows += [("the same model over towers, all options", same, "same results")] if same else []
@@ -223,9 +223,8 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
 
 def _readme_sentences() -> Iterable[str]:
     flats, aucs = _contenders("steps", "flat"), _auc_less_flat()
-    ways = ("flat-tw", "flat-tw-dp+prefetch", "flat-tw+vbe+prefetch")
-    sharded, replicated, once = (_megabytes(flats[way]) for way in ways)
-    yield f"sent {sharded} MB per host and step, {replicated} with `data_parallel` small tables, or {once}"
+    yield f"table-wise TorchRec sent {_megabytes(flats['flat-tw'])} MB per host and step, but only"
+    yield f"{_megabytes(flats['flat-tw+vbe+prefetch'])} when each rank sent distinct ids"
     contenders = _contenders("steps", "main")
     same = fastest(contenders.values(), "sptt", precision="fp32")
     assert same is not None, "the record has the same model over towers"
@@ -233,10 +232,10 @@ def _readme_sentences() -> Iterable[str]:
     gains = [flat / found.median for found in (contenders["sptt"], contenders["sptt+unique"], same)]
     yield "the same model from {:.2f} to {:.2f}, and all options together to {:.2f}".format(*gains)
     models, towers = ("dlrm-products", "dcn"), _record("interaction_towers")["comparisons"]
-    yield f"products lost {-aucs['flights', models[0], 'strided', 4]:.4f} on flights at ratio 4"
+    yield f"products in arbitrary towers lost {-aucs['flights', models[0], 'strided', 4]:.4f}"
     learned = [row["median_difference"] for row in towers if row["baseline"] == "flat"]
     learned += [aucs[data, model, "interactions", 4] for data in ("flights", "hotel") for model in models]
-    yield f"`dmt-dcn` lost at most {-min(learned):.4f}"
+    yield f"interactions, they lost at most {-min(learned):.4f}"
 
 
 def _performance_sentences() -> Iterable[str]:
