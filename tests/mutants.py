@@ -128,8 +128,8 @@ begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1] => begins[:, 1:] = hashes[:, 1:]
 kept = is_first[group_of].flatten() => kept = is_first[group_of].flip(0).flatten()
 first = equal if _have_equal_inputs(ids, equal[group_of]) else first => first = equal
 ## dmt/sptt/unique.py :: tests/dmt/test_parity.py -m "not slow" -k "unique-4"
-zip(held.gradients, ctx.inverse, blocks => zip(held.gradients[::-1], ctx.inverse, blocks
-return [tensor[ends[part] : ends[part + 1]] for => return [tensor[ends[0] : ends[1]] for
+add_rows(held.gradients, ctx.places.flatten() => add_rows(held.gradients, ctx.places.flip(0).flatten()
+torch.where(inverse < self._begins[k], shifts, self._shifts[k]) => self._shifts[k]
 ## dmt/hot_rows/copies.py :: tests/dmt/test_parity.py -m "not slow" -k "rows-4"
 gradient.div_(self._whole.size()) => pass
 part.home[part.rows] = part.copy[part.places] => part.home[part.rows] = part.copy[part.rows]

@@ -81,9 +81,9 @@ class RowCode:
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
         rows = [[part[group] for group in groups] for part in self.parts]
         # Not self.inverse[groups], which would copy the list to a GPU and wait for it.
-        by_group = [part.unbind() for part in self.inverse.split(self.cuts, dim=1)]
-        inverses = [[samples[group] for group in groups] for samples in by_group]
-        columns = samples_of_rows(exchanges, rows, inverses)
+        by_group, widths = self.inverse.unbind(), list(itertools.chain(*agreed.widths))
+        inverse = torch.stack([by_group[group] for group in groups])
+        columns = samples_of_rows(exchanges, rows, widths, inverse.split(self.cuts, dim=1))
         if self.taken is None:
             return columns
         # Looked up while the other columns are in flight.
@@ -160,24 +160,14 @@ def rows_of_parts(
     return filled, parts
 
 
-def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:
-    """Starts step f where groups have different numbers of rows; the result has the rows of each piece, [rows, width].
-
-    Rows are sent peer by peer, piece by piece, without padding.
-    """
+def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[Tensor]:
+    """Starts step f where groups differ in rows, and sends these peer by peer, piece by piece, unpadded; 1-D."""
     tower = agreed.exchange.group.rank()
     # Both ends count the same numbers: rows crossed with the ids, widths in the first batch.
     sizes = [sum(_counts(of_peer, agreed, tower)) for of_peer in rows.arrived]
-    by_tower = [_counts(of_tower, agreed, number) for number, of_tower in enumerate(rows.sent)]
-    widths = [width for of_tower in agreed.widths for width in of_tower]
-
-    def pieces(numbers: Tensor) -> list[Tensor]:
-        blocks = numbers.split([count for of_tower in by_tower for count in of_tower])
-        return [block.view(-1, width) for block, width in zip(blocks, widths, strict=True)]
-
+    arriving = [(sum(_counts(of_tower, agreed, number)),) for number, of_tower in enumerate(rows.sent)]
     sent = _sent_numbers(outputs_PO, rows, agreed.groups[tower], agreed.widths[tower])
-    started = agreed.exchange.exchange(sent, sizes, [(sum(counts),) for counts in by_tower])
-    return Pending(lambda: pieces(started.wait()))
+    return agreed.exchange.exchange(sent, sizes, arriving)
 
 
 def _counts(rows: Sequence[int], agreed: AgreedOutputs, tower: int) -> list[int]:

@@ -208,9 +208,10 @@ def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:
 
 def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
     optimizer = collection.fused_optimizer
+    states_by_weight = optimizer.state  # read once: it is put together anew for each reader
     for key, weight in optimizer.params.items():
         table = prefix + key.split(".")[-2]
-        states = {prefix + name: value for name, value in optimizer.state.get(weight, {}).items()}
+        states = {prefix + name: value for name, value in states_by_weight.get(weight, {}).items()}
         for name, value in {f"{table}.weight": weight, **states}.items():
             is_sharded = isinstance(value, ShardedTensor)
             shards = (

@@ -16,7 +16,7 @@ gradients only by the order of that sum, and the outputs of a flat model not at 
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,86 +140,95 @@ def _bags(ids: KeyedJaggedTensor, bags: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def samples_of_rows(
-    exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]], inverses: Sequence[Sequence[Tensor]]
+    exchanges: Sequence[Awaitable[Tensor]], rows: list[list[int]], widths: list[int], inverses: Sequence[Tensor]
 ) -> list[Awaitable[Tensor]]:
     """Copies arriving rows to the samples that share them; differentiable.
 
     Args:
-        exchanges: for each part, the exchange that brings, piece by piece, the rows [rows, width] not in earlier parts.
+        exchanges: for each part, the exchange that brings the rows not in earlier parts, 1-D, piece by piece.
         rows: number of these rows, [parts][pieces].
-        inverses: for each part and piece, the row of each sample, int64 [samples]; rows are numbered over all parts.
+        widths: number of columns of each piece.
+        inverses: for each part the row of each sample, int64 [pieces, samples]; rows are numbered over all parts.
 
     Returns:
         Columns of each part, [samples, columns of all pieces], in flight; a part waits for all exchanges up to its own.
     """
-    held = _HeldRows(exchanges, rows)
+    held = _HeldRows(list(exchanges), rows, widths, inverses[0].device)
     return [Pending(held.samples, k, inverse) for k, inverse in enumerate(inverses)]
 
 
 class _HeldRows:
-    """Rows that arrive part by part in one buffer per piece, so that no part copies the rows of earlier parts again."""
+    """Rows that arrive part by part in one buffer, cut into units as wide as the common divisor of all widths.
 
-    def __init__(self, exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]]) -> None:
-        self.exchanges = list(exchanges)
-        self.ends = [[0, *itertools.accumulate(of_piece)] for of_piece in zip(*rows, strict=True)]
-        """For each piece the first row of each part, then the total number of rows."""
-        self.rows: list[Tensor] = []
-        self.gradients: list[Tensor] = []
+    So one operation copies the rows of all pieces, of which there may be thousands, and no part copies earlier ones.
+    """
+
+    def __init__(self, exchanges: list[Any], rows: list[list[int]], widths: list[int], device: torch.device) -> None:
+        self.exchanges, self.width = exchanges, math.gcd(*widths)
+        self.sizes = [sum(n * w for n, w in zip(part, widths, strict=True)) // self.width for part in rows]  # in units
+        units, counts = torch.tensor(widths) // self.width, torch.tensor(rows)
+        sizes, begins = counts * units, counts.cumsum(0) - counts
+        # A part's rows of a piece follow those of other pieces, but are numbered on from its rows in earlier parts.
+        shifts = sizes.flatten().cumsum(0).view_as(sizes) - sizes - begins * units
+        piece = torch.arange(len(units)).repeat_interleave(units, output_size=sum(widths) // self.width)
+        place = torch.arange(len(piece)) - (units.cumsum(0) - units)[piece]  # of each unit of a sample, in its piece
+        fixed = [begins.unsqueeze(2), shifts.unsqueeze(2), units.unsqueeze(1), piece, place]
+        # Pinned, so that the host does not wait for a GPU.
+        fixed = [t.pin_memory().to(device, non_blocking=True) for t in fixed] if device.type == "cuda" else fixed
+        self._begins, self._shifts, self._units, self._piece, self._place = fixed
+        self.rows = self.gradients = torch.empty(0)
         self._arrived: list[Tensor] = []  # empty tensors; they tell autograd that copies depend on the rows of a part
 
-    def samples(self, part: int, inverse: Sequence[Tensor]) -> Tensor:
+    def samples(self, part: int, inverse: Tensor) -> Tensor:
         """Waits for the rows of a part and of all earlier ones; returns their copies, [samples, columns]."""
         while len(self._arrived) <= part:
             k = len(self._arrived)
-            self._arrived.append(_Arrive.apply(self, k, *self.exchanges[k].wait()))
-        copied: Tensor = _Copy.apply(self, inverse, *self._arrived[: part + 1])
+            self._arrived.append(_Arrive.apply(self, k, self.exchanges[k].wait()))
+        shifts = self._shifts[0]
+        for k in range(1, part + 1):
+            shifts = torch.where(inverse < self._begins[k], shifts, self._shifts[k])
+        places = (inverse * self._units + shifts).t().index_select(1, self._piece).add_(self._place)
+        copied: Tensor = _Copy.apply(self, places, *self._arrived[: part + 1])
         return copied
-
-    def part_of(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
-        """Returns views [rows of ``part``, width] of the tensors [rows of all parts, width], one for each piece."""
-        return [tensor[ends[part] : ends[part + 1]] for tensor, ends in zip(tensors, self.ends, strict=True)]
 
 
 class _Arrive(Function):
     @staticmethod
-    def forward(ctx: Any, held: _HeldRows, part: int, *pieces: Tensor) -> Tensor:
-        ctx.held, ctx.part, ctx.dtype = held, part, pieces[0].dtype
-        if len(held.exchanges) == 1:  # nothing to put together
-            held.rows = [piece.detach() for piece in pieces]
-            return pieces[0].new_empty(0)
-        if not part:
-            held.rows = [p.new_empty(ends[-1], p.shape[1]) for p, ends in zip(pieces, held.ends, strict=True)]
-        for place, piece in zip(held.part_of(held.rows, part), pieces, strict=True):
-            place.copy_(piece)
-        return pieces[0].new_empty(0)
+    def forward(ctx: Any, held: _HeldRows, part: int, numbers: Tensor) -> Tensor:
+        ctx.held, ctx.part, ctx.dtype = held, part, numbers.dtype
+        units = numbers.detach().view(-1, held.width)
+        if len(held.sizes) == 1:  # nothing to put together
+            held.rows = units
+        else:
+            held.rows = held.rows if part else units.new_empty(sum(held.sizes), held.width)
+            held.rows.split(held.sizes)[part].copy_(units)
+        return numbers.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
+        held = ctx.held
         # These sums are complete: the copies of this part and of all later ones have gone back.
-        gradients = ctx.held.part_of(ctx.held.gradients, ctx.part)
+        gradients = held.gradients.split(held.sizes)[ctx.part].flatten()
         if not ctx.part:
             # Autograd reaches the first part last. Another pass through a retained graph starts from zero.
-            ctx.held.gradients = []
-        return None, None, *(gradient.to(ctx.dtype) for gradient in gradients)
+            held.gradients = torch.empty(0)
+        return None, None, gradients.to(ctx.dtype)
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, held: _HeldRows, inverse: Sequence[Tensor], *_: Tensor) -> Tensor:
-        ctx.held, ctx.inverse, ctx.num_parts = held, inverse, len(_)
-        return torch.cat([rows[samples] for rows, samples in zip(held.rows, inverse, strict=True)], dim=1)
+    def forward(ctx: Any, held: _HeldRows, places: Tensor, *_: Tensor) -> Tensor:
+        ctx.held, ctx.places, ctx.num_parts = held, places, len(_)
+        return held.rows.index_select(0, places.flatten()).view(len(places), held.width * places.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         held = ctx.held
-        if not held.gradients:
+        if not len(held.gradients):
             # In BF16, a sum of many numbers would stop growing.
-            dtype = torch.promote_types(held.rows[0].dtype, torch.float32)
-            held.gradients = [torch.zeros_like(rows, dtype=dtype) for rows in held.rows]
+            held.gradients = torch.zeros_like(held.rows, dtype=torch.promote_types(held.rows.dtype, torch.float32))
         # A row was looked up once for all its samples, so its gradient is the sum of theirs.
-        blocks = gradients[0].split([rows.shape[1] for rows in held.rows], dim=1)
-        for total, samples, block in zip(held.gradients, ctx.inverse, blocks, strict=True):
-            add_rows(total, samples, block)
+        add_rows(held.gradients, ctx.places.flatten(), gradients[0].reshape(-1, held.width))
         return None, None, *(gradients[0].new_empty(0) for _ in range(ctx.num_parts))
 
 

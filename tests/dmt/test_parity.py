@@ -335,8 +335,8 @@ def test_twins_end_with_the_same_bits(name: str) -> None:
 def rolled_inverse() -> AbstractContextManager[Any]:
     copied = rows.samples_of_rows
 
-    def rolled(found: Any, sent: Any, inverses: Any) -> Any:
-        return copied(found, sent, [[samples.roll(1) for samples in part] for part in inverses])
+    def rolled(found: Any, sent: Any, widths: Any, inverses: Any) -> Any:
+        return copied(found, sent, widths, [part.roll(1, 1) for part in inverses])
 
     return patch.object(rows, "samples_of_rows", rolled)
 

@@ -159,7 +159,7 @@ def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
 def test_gradients_of_many_samples_are_summed_in_fp32() -> None:
     """In BF16 a sum of ones stops at 256."""
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    (pending,) = samples_of_rows([NoWait([rows])], [[1]], [torch.zeros(1, 4096, dtype=torch.int64)])
+    (pending,) = samples_of_rows([NoWait(rows.flatten())], [[1]], [2], [torch.zeros(1, 4096, dtype=torch.int64)])
     taken = pending.wait()
     assert taken.dtype == torch.bfloat16
     taken.backward(torch.ones_like(taken))
@@ -180,7 +180,7 @@ def test_rows_of_several_parts_are_copied_once_and_their_gradients_join() -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        found = [one.wait() for one in samples_of_rows([NoWait([p]) for p in parts], [[1]] * 4, inverses)]
+        found = [one.wait() for one in samples_of_rows([NoWait(p.flatten()) for p in parts], [[1]] * 4, [2], inverses)]
     assert copied == [1] * 4
     assert [one[:, 0].tolist() for one in found] == [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
     torch.cat(found).sum().backward()
@@ -188,14 +188,14 @@ def test_rows_of_several_parts_are_copied_once_and_their_gradients_join() -> Non
 
 
 def test_a_second_pass_through_a_retained_graph_has_its_own_gradients() -> None:
-    parts = [torch.full((1, 2), float(k), requires_grad=True) for k in range(2)]
+    parts = [torch.full((2,), float(k), requires_grad=True) for k in range(2)]
     inverses = [torch.zeros(1, 3, dtype=torch.int64), torch.arange(2).unsqueeze(0)]
-    first, second = (one.wait() for one in samples_of_rows([NoWait([p]) for p in parts], [[1]] * 2, inverses))
+    first, second = (one.wait() for one in samples_of_rows([NoWait(p) for p in parts], [[1]] * 2, [2], inverses))
     for loss, expected in (((first.sum() + second.sum()), [4.0, 1.0]), (10 * second.sum(), [10.0, 10.0])):
         for part in parts:
             part.grad = None
         loss.backward(retain_graph=True)
-        assert [float(part.grad[0, 0]) for part in parts if part.grad is not None] == expected
+        assert [float(part.grad[0]) for part in parts if part.grad is not None] == expected
 
 
 class Normed(nn.Module):

@@ -116,9 +116,9 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
         states = optimizer.state
         for part in [p for _, p in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
             # TorchRec's wrappers copy the states of a CombinedOptimizer when they are made, before Adam has any.
-            known = {key for key, weight in part.params.items() if weight in part.state}
+            kind, held = type(part).__name__, part.state  # read once: it is put together anew for each reader
+            known = {key for key, weight in part.params.items() if weight in held}
             if isinstance(part, OptimizerWrapper) and part.state_dict()["state"].keys() - known:
-                kind = type(part).__name__
                 raise InputError(
                     f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap and name each "
                     f'one: CombinedOptimizer([("tables", {kind}(model.fused_optimizer, ...)), ("dense", {kind}(...))]).'
