@@ -32,9 +32,9 @@ __all__ = [
     "reason_of",
     "run_on_all_or_raise",
     "start_exchange",
-    "start_mean",
     "start_sum",
     "start_sum_over_hosts",
+    "start_together",
     "sum_over_ranks",
 ]
 
@@ -226,10 +226,10 @@ def start_sum_over_hosts(
     return end
 
 
-def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
-    """Starts the in-place mean of tensors of one dtype over the group, in one collective; ``wait()`` ends it."""
+def start_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, mean: bool) -> Any:
+    """Starts the in-place mean or sum of tensors of one dtype over the group, in one collective; ``wait()`` ends it."""
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
     return group.allreduce_coalesced(list(tensors), options)
 
 

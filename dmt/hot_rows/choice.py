@@ -91,10 +91,8 @@ def choose_rows(
         >>> profile = AccessProfile([table])
         >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> settings = {"batch_size": 4, "distinct": False}
-        >>> chosen = [choose_rows(profile, [table], topology, **settings, max_bytes=size) for size in (64, 63)]
-        >>> [{name: rows.tolist() for name, rows in one.items()} for one in chosen]
-        [{'t': [1, 7]}, {'t': [7]}]
+        >>> choose_rows(profile, [table], topology, batch_size=4, distinct=False, max_bytes=63)
+        {'t': array([7])}
     """
     found = []
     for number, table in enumerate(tables):
@@ -111,6 +109,6 @@ def choose_rows(
     gains, numbers, rows, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
     # By bytes saved per byte held; ties by table and row, so that the choice does not depend on the order of counts.
     order = np.lexsort((rows, numbers, -gains))
-    kept = order[np.cumsum(sizes[order]) <= max_bytes]
-    by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}
-    return {name: of_table for name, of_table in by_table.items() if len(of_table)}
+    kept = np.sort(order[np.cumsum(sizes[order]) <= max_bytes])  # by table and row again
+    by_table = np.split(rows[kept], np.searchsorted(numbers[kept], range(1, len(tables))))
+    return {table.name: of_table for table, of_table in zip(tables, by_table, strict=True) if len(of_table)}

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import start_sum
+from dmt.collectives import start_together
 from dmt.errors import InputError
 from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.sharding.data_parallel import UpdateSettings
@@ -180,9 +180,8 @@ class HotCopies:
             if part.is_sender:
                 part.copy[part.places] = part.home[part.rows]
         # One rank has the value, the others zeros; a sum of integers keeps every bit.
-        works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
-        for work in works:
-            work.wait()
+        bits = [tensor.view(-1).view(torch.int32) for tensor in (self._weights, *self._states)]
+        start_together(bits, self._whole, mean=False).wait()
         self._must_read = self._is_newer = False
 
     def _make_lookup(self, names: Sequence[str]) -> DataParallelTables:
@@ -214,8 +213,7 @@ class HotCopies:
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
         self._sum = TouchedRowsSum(specs, self._inside, self._across)
-        self._weights = kernel.weights.detach()
-        """Weights of all copies, one after the other."""
+        self._weights = kernel.weights.detach()  # of all copies, one after the other
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
         self._tensors |= {
             (name, key.removeprefix(f"{name}.")): value

@@ -35,9 +35,10 @@ class RowCounts:
         return int(self.counts.sum())
 
     @staticmethod
-    def of(ids: Any) -> RowCounts:
-        """Counts the rows in an array of ids, of any shape and integer dtype."""
-        return RowCounts(*np.unique(np.asarray(ids, dtype=np.int64), return_counts=True))
+    def of(ids: Any, counts: NDArray[np.int64] | None = None) -> RowCounts:
+        """Counts the rows in an array of ids, of any shape and integer dtype; ``counts`` [n]: how often each counts."""
+        rows, places = np.unique(np.asarray(ids, dtype=np.int64), return_inverse=True)
+        return RowCounts(rows, np.bincount(places.flatten(), counts).astype(np.int64))  # exact below 2^53
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns, for each counted row, the probability that any of ``batch_size`` accesses reads it: float64 [n]."""
@@ -49,8 +50,7 @@ class RowCounts:
         """Returns the counts of this and ``other``, added row by row."""
         # Often a few rows are added to many; the many are not sorted again.
         places = np.searchsorted(self.rows, other.rows)
-        is_known = places < len(self.rows)
-        is_known[is_known] = self.rows[places[is_known]] == other.rows[is_known]
+        is_known = np.searchsorted(self.rows, other.rows, side="right") > places
         counts = self.counts.copy()
         counts[places[is_known]] += other.counts[is_known]
         new = places[~is_known]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
+from dmt.collectives import check_agreement, gather_objects, gather_on_first, max_over_ranks, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.formatting import shorten
 from dmt.hot_rows.choice import choose_rows
@@ -229,9 +229,14 @@ class HotRows:
         Collective; call it when you save the model. The counts on other ranks are empty.
         """
         mine, summed = self._counter.profile(), AccessProfile(self._tables)
-        for table in self._tables:  # one by one, since the counts of all tables and ranks may be large
-            for counts in gather_on_first(mine[table.name], self._everyone):
-                summed.put(table.name, counts)
+        most = torch.tensor([len(mine[table.name].rows) for table in self._tables], device=self._module.device)
+        # Several tables at once, up to some size: the counts of all tables and ranks may be large.
+        batches = (max_over_ranks(most, self._everyone).cumsum(0) // _LEAST_COUNTED).tolist()
+        for batch in dict.fromkeys(batches):
+            names = [table.name for table, other in zip(self._tables, batches, strict=True) if other == batch]
+            for parts in zip(*gather_on_first([(name, mine[name]) for name in names], self._everyone), strict=True):
+                rows, counts = zip(*((of_rank.rows, of_rank.counts) for _, of_rank in parts), strict=True)
+                summed.put(parts[0][0], RowCounts.of(np.concatenate(rows), np.concatenate(counts)))
         sizes, numbers = zip(*gather_objects((self._batch_size, mine.num_samples), self._everyone), strict=True)
         summed.num_samples = sum(numbers)
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
@@ -301,8 +306,7 @@ def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
     for name, table in tables.items():
         for feature in table.config.feature_names:
             users.setdefault(feature, []).append(name)
-    reasons = {name: _why_no_copies(table, users) for name, table in tables.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
+    return {name: reason for name, table in tables.items() if (reason := _why_no_copies(table, users))}
 
 
 def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:

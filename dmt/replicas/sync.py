@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
+from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_together
 from dmt.errors import InputError, ReplicaMismatchError, check_instance
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
@@ -222,7 +222,7 @@ class RunningMean:
         assert not self._works, "the last round was not finished"
         self._snapshots = [tensor.clone() if self._delayed else tensor for tensor in self._live]
         self._means = [tensor.to(torch.float32, copy=self._delayed) for tensor in self._live]
-        self._works = [start_mean(bucket, self._group) for bucket in _buckets(self._means)]
+        self._works = [start_together(bucket, self._group, mean=True) for bucket in _buckets(self._means)]
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -74,8 +74,9 @@ class GroupSharded:
             if isinstance(optimizer, DataParallelOptimizer):
                 settings |= optimizer.settings_now()
             else:
-                kernels = fused_kernels(lookup).items()
-                settings |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
+                kernels = fused_kernels(lookup)
+                now = {k: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for k in set(kernels.values())}
+                settings |= {name: now[kernel] for name, kernel in kernels.items()}
         return settings
 
     def flush(self) -> None:

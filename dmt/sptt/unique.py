@@ -181,8 +181,7 @@ class _HeldRows:
 
     def samples(self, part: int, inverse: Tensor) -> Tensor:
         """Waits for the rows of a part and of all earlier ones; returns their copies, [samples, columns]."""
-        while len(self._arrived) <= part:
-            k = len(self._arrived)
+        for k in range(len(self._arrived), part + 1):
             self._arrived.append(_Arrive.apply(self, k, self.exchanges[k].wait()))
         shifts = self._shifts[0]
         for k in range(1, part + 1):
