@@ -150,9 +150,9 @@ class AgreedOutputs:
         dtype = self.exchange.dtype if num_towers > 1 else columns_PO.dtype  # one tower sends nothing
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(
-                f"Tower {tower} returned outputs of widths {[width for _, width in pieces]} in {columns_PO.dtype}, but "
-                f"in the first batch the towers agreed on {self.widths[tower]} in {dtype}. Return the same widths and "
-                "dtype in every batch, and run every batch under the same autocast."
+                f"Tower {tower} returned outputs of widths {[width for _, width in pieces]!s:.100} in "
+                f"{columns_PO.dtype}, but in the first batch the towers agreed on {self.widths[tower]!s:.100} in "
+                f"{dtype}. Return the same widths and dtype in every batch, all under the same autocast."
             )
         assert columns_PO.shape[0] == num_rows, f"tower {tower} computed {columns_PO.shape[0]} rows for {num_rows}"
         return columns_PO.to(dtype)

@@ -139,7 +139,7 @@ class TowersConfig(Section):
         if not is_list and value not in ("none", "auto"):
             example = value if isinstance(value, str) else "hour"
             raise InputError(
-                f"{value!r} is neither 'none' nor 'auto'. Give a list of features, such as [\"{example}\"]"
+                f"{value!r:.100} is neither 'none' nor 'auto'. Give a list of features, such as [\"{example}\"]"
             )
         return value
 
