@@ -90,10 +90,13 @@ class HotCopies:
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
         """Features with hot rows, in the order in which ids are sent."""
         self._widths = [table_of[feature].embedding_dim for feature in self._features]
-        self._rows_of = {name: rows[table_of[name].name].to(self._device) for name in self._features}
-        """Hot rows by feature, for the features that have some."""
-        places = [i for i, name in enumerate(module.features) if name in self._rows_of]
-        self._hot_features = torch.tensor(places, device=self._device)  # from the host: pipelines use another stream
+        # Each feature's hot rows have keys of their own, so that one search finds the hot ids of all features.
+        self._span = 1 + max(table.config.num_embeddings for table in tables.values())
+        hot = [rows.get(table_of[name].name, torch.empty(0, dtype=torch.int64)) for name in module.features]
+        self._keys = torch.cat([i * self._span + of_feature for i, of_feature in enumerate(hot)]).to(self._device)
+        sizes = torch.tensor([len(of_feature) for of_feature in hot])
+        self._begins = (sizes.cumsum(0) - sizes).to(self._device)
+        self._hot_features = sizes.nonzero().flatten().to(self._device)
         self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self.lookup = self._make_lookup([name for name in tables if name in rows])
@@ -110,15 +113,17 @@ class HotCopies:
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
-        by_feature = zip(ids.keys(), values.split(ids.length_per_key()), strict=True)
-        found = [self._find(feature, of_feature) for feature, of_feature in by_feature]
-        is_hot = torch.cat([is_hot for is_hot, _ in found])
         bag_of = torch.arange(num_bags, device=values.device).repeat_interleave(lengths, output_size=values.numel())
+        feature = bag_of // max(1, num_samples)
+        # An id that is no row of its table gets the key of no row, not that of another feature's.
+        keys = values.clamp(-1, self._span - 1) + self._span * feature
+        places = torch.searchsorted(self._keys, keys).clamp(max=len(self._keys) - 1)
+        is_hot = self._keys[places] == keys
         hot_lengths = torch.bincount(bag_of[is_hot], minlength=num_bags)
-        of_hot_features = hot_lengths.view(len(found), num_samples)[self._hot_features].flatten()
+        of_hot_features = hot_lengths.view(len(ids.keys()), num_samples)[self._hot_features].flatten()
         bags = HotBags(
             copies=self,
-            ids=torch.cat([places for _, places in found]),
+            ids=(places - self._begins[feature])[is_hot],
             offsets=torch.cat([of_hot_features.new_zeros(1), of_hot_features.cumsum(0)]),
             weights=None if weights is None else weights[is_hot],
         )
@@ -131,15 +136,6 @@ class HotCopies:
             stride=num_samples,
         )
         return cold, bags
-
-    def _find(self, feature: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which ids of a feature are hot, bool [ids], and where each hot id is among the copies, int64."""
-        rows = self._rows_of.get(feature)
-        if rows is None:
-            return torch.zeros_like(values, dtype=torch.bool), values[:0]
-        places = torch.searchsorted(rows, values).clamp(max=len(rows) - 1)
-        is_hot = rows[places] == values
-        return is_hot, places[is_hot]
 
     def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
