@@ -219,8 +219,10 @@ def _dense_column(values: NDArray[np.float32]) -> Column:
     """Puts a dense column into bins of about the same number of rows; NaN has a separate bin."""
     missing = np.isnan(values)
     known = values[~missing]
-    edges = np.unique(np.quantile(known, np.linspace(0, 1, _DENSE_BINS + 1)[1:-1])) if len(known) else known
-    bins = np.where(missing, len(edges) + 1, np.searchsorted(edges, values, side="right"))
+    shares = np.linspace(0, 1, _DENSE_BINS)[:-1]
+    # From the least value on: others may be too few to move a quantile. "lower", because values may be infinite.
+    edges = np.unique(np.quantile(known, shares, method="lower")) if len(known) else known
+    bins = np.where(missing, len(edges) + 1, np.searchsorted(edges, values))
     return Column(values=bins.astype(np.int32), lengths=None, size=len(edges) + 2)
 
 

@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner, gains, tower_affinity
 from dmt.partitioner.partition import judge_meaning
-from dmt.partitioner.rows import Column, read_rows
+from dmt.partitioner.rows import Column, _dense_column, read_rows
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.clicks import batches_of, drawn_pairs, parity_clicks, planted_clicks
 from tests.seeds import seeds
@@ -173,6 +173,11 @@ def test_dense_columns_take_part_in_the_additive_model():
     assert abs(found.loss - best) < 0.02
     assert FeatureAffinity.collect_interactions(batches_of(ids, labels)).loss > best + 0.1
     assert found_pairs(found) == set()
+
+
+def test_a_seldom_flag_and_an_infinite_value_have_bins_of_their_own():
+    for values, bins in (([0] * 98 + [1, 1], [98, 2]), ([-np.inf] * 50 + [1] * 50, [50, 50])):
+        assert np.bincount(_dense_column(np.array(values, np.float32)).values).tolist() == bins
 
 
 def test_the_additive_model_is_the_ridge_regression_on_single_values():
