@@ -181,7 +181,7 @@ class FeatureAffinity:
         row, or than 4 million, are hashed. On a terminal, a bar shows the progress.
 
         Args:
-            batches: training rows only. Each batch has ``labels`` [B] of 0 and 1, ``sparse_features`` (a
+            batches: training rows only, each once. A batch has ``labels`` [B] of 0 and 1, ``sparse_features`` (a
                 ``KeyedJaggedTensor``, or a dict of integer arrays [B] by feature) and optionally ``dense_features``
                 [B, D] and ``weights`` [B]: 0 leaves out a row, others count alike. Batches are read one at a time.
             tables: tables of the features, needed for the partitioner's limits.

@@ -55,8 +55,9 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
     rows = read_rows(batches, max_rows=max_rows, seed=seed)
     specs = check_tables(tables, rows.features)  # before measuring, which takes long
     _check_rows(rows)
-    features, columns, notes = rows.features, rows.columns[: len(rows.features)], _constant_notes(rows)
+    features, columns = rows.features, rows.columns[: len(rows.features)]
     fit, count = _fit(rows), math.comb(len(features), 2)
+    notes = _constant_notes(rows) + _copy_notes(rows, fit)
     num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, PAIR_WORK / max(count, 1))))
     if num_rows < len(rows.labels):
         notes.append(f"The {count:,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
@@ -94,6 +95,23 @@ def _constant_notes(rows: ReadRows) -> list[str]:
     return [
         f"{len(silent)} of {len(rows.features)} features are constant, or each of their values occurs once ({shown}): "
         "their interactions cannot be measured, so they are placed where there is room."
+    ]
+
+
+def _copy_notes(rows: ReadRows, fit: AdditiveFit) -> list[str]:
+    """Returns a note if rows repeat others, label included: of copies, some would be fitted and others held out."""
+    rng, p = np.random.default_rng(0), _probability(np.mean(fit.odds, axis=0))
+    # Rows are equal if the sums of random numbers of their values are.
+    key = sum((column.means(rng.random(column.size)) for column in rows.columns), start=np.zeros(len(p)))
+    order = np.argsort(key)
+    is_copy, differs = np.diff(key[order]) == 0, np.diff(rows.labels[order]) != 0
+    # Rows that are alike by chance have different labels, as often as these vary.
+    expected = (2 * p * (1 - p))[order[1:]][is_copy].sum()
+    if is_copy.mean() < 0.01 or expected < 30 or differs[is_copy].sum() > expected / 5:
+        return []
+    return [
+        f"{is_copy.sum():,} of {len(p):,} rows repeat another, almost always with its label. If these are copies (of "
+        "rare labels, or by a loader that starts again), noise looks like interactions: give each row once."
     ]
 
 

@@ -180,6 +180,14 @@ def test_a_seldom_flag_and_an_infinite_value_have_bins_of_their_own():
         assert np.bincount(_dense_column(np.array(values, np.float32)).values).tolist() == bins
 
 
+@pytest.mark.parametrize("copied", [1, 3])
+def test_rows_that_a_loader_gives_again_are_noted(copied):
+    rng = np.random.default_rng(0)
+    ids, labels = rng.integers(0, 50, (2000, 4)), (rng.random(2000) < 0.3).astype(float)
+    found = FeatureAffinity.collect_interactions(batches_of(np.tile(ids, (copied, 1)), np.tile(labels, copied)))
+    assert [note[:34] for note in found.notes] == ["4,001 of 6,000 rows repeat another"] * (copied > 1)
+
+
 def test_the_additive_model_is_the_ridge_regression_on_single_values():
     ids, labels = planted_clicks(4, [], rows=3000, singles=1.0, seed=2)
     columns = [Column(values=own.astype(np.int32), lengths=None, size=8) for own in ids.T]
