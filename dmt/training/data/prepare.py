@@ -19,7 +19,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -160,7 +160,7 @@ def prepare(
         if config.id_mode == "frequency":
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
             by_hash = Converter(config, replace(columns, features=tuple(hashed)), connection)
-            counts, rows = by_hash.counts, _raw_rows(by_hash, files, rejects, eval_only=eval_only)
+            reader, rows = by_hash, _raw_rows(by_hash, files, rejects, eval_only=eval_only)
             _write(folder / _SCRATCH, by_hash.schema, group_rows, rows)
             if config.vocabulary:
                 _copy_vocabulary(config, columns, words)
@@ -172,10 +172,11 @@ def prepare(
             converter = Converter(config, replace(columns, features=tuple(sized)), connection)
             rows = _numbered_rows(folder / _SCRATCH, converter, vocabularies)
         else:
-            counts, rows = converter.counts, _raw_rows(converter, files, rejects, eval_only=eval_only)
+            reader, rows = converter, _raw_rows(converter, files, rejects, eval_only=eval_only)
         num_rows = _write(folder, converter.schema, group_rows, rows)
-        columns = converter.columns
+        columns, counts = converter.columns, reader.counts
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
+        summary["notes"][:0] = reader.notes
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
             summary["notes"].insert(0, f"Files of train_path also in eval_path inflate metrics: {shorten(both, ', ')}.")
         if config.split_column and not num_rows["eval"]:
@@ -236,7 +237,7 @@ def _raw_rows(
             raise InputError(f"{file}: column {absent[0]!r} is missing. Give all files the columns of the first.")
         found = find_columns(config, schema, file)
         lists = {feature.name: feature.is_bag for feature in found.features}
-        _warn_of_unread(file, {*found.dense, *lists}, known, in_order[0][1])
+        _note_unread(converter, file, {*found.dense, *lists} - known, in_order[0][1])
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(
@@ -247,7 +248,7 @@ def _raw_rows(
             rows, wrong = converter.convert(block)
             later = converter.keys(block).difference(names) if patterns else ()
             chosen = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
-            _warn_of_unread(file, chosen, known, "its first 1,000 lines")
+            _note_unread(converter, file, chosen - known, "its first 1,000 lines")
             rejects.add(wrong)
             for part in _PARTS:
                 if eval_only or config.eval_path:
@@ -260,11 +261,11 @@ def _raw_rows(
             start += rows.num_rows
 
 
-def _warn_of_unread(file: str, names: Collection[str], known: set[str], first: str) -> None:
-    """Warns of columns that are not in ``known``, to which it adds them: once, not for each file that has them."""
-    if new := sorted({*names} - known):
-        known.update(new)
-        logger.warning("%s: columns not in %s are not read: %s", file, first, shorten(new, ", "))
+def _note_unread(converter: Converter, file: str, names: set[str], first: str) -> None:
+    """Notes columns that are not read, each once: a rank other than 0 may be the one that reads, and logs nothing."""
+    if new := sorted(names - converter.unread):
+        converter.unread.update(new)
+        converter.notes.append(f"{file}: columns not in {first} are not read: {shorten(new, ', ')}.")
 
 
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:

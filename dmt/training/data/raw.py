@@ -324,6 +324,8 @@ class Converter:
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
         """Counts of valid rows, ``("", "rows")``, and of their missing dense values, ``(column, "missing")``."""
+        self.unread, self.notes = set[str](), list[str]()
+        """Columns that the config selects but that are not read, and notes on them."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
