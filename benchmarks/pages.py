@@ -231,12 +231,12 @@ def _readme_sentences() -> Iterable[str]:
     assert same is not None, "the record has the same model over towers"
     flat = _best(contenders, "fp32").median
     gains = [flat / found.median for found in (contenders["sptt"], contenders["sptt+unique"], same)]
-    yield "raises its speedup from {:.2f} to {:.2f}, and all options together to {:.2f}".format(*gains)
+    yield "raises its speedup from {:.2f} to {:.2f}, and all other options to {:.2f}".format(*gains)
     models, towers = ("dlrm-products", "dcn"), _record("interaction_towers")["comparisons"]
-    yield f"products in arbitrary towers lost {-aucs['flights', models[0], 'strided', 4]:.4f}"
+    yield f"In arbitrary towers, it lost {-aucs['flights', models[0], 'strided', 4]:.4f}"
     learned = [row["median_difference"] for row in towers if row["baseline"] == "flat"]
     learned += [aucs[data, model, "interactions", 4] for data in ("flights", "hotel") for model in models]
-    yield f"interactions, the largest loss was {-min(learned):.4f}"
+    yield f"interactions, no experiment at that ratio lost more than {-min(learned):.4f}"
 
 
 def _performance_sentences() -> Iterable[str]:
