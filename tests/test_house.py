@@ -197,10 +197,10 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_883, 132),  # 20_500, 136
+    "the library": (25_885, 132),  # 20_500, 136
     "dmt/*.py": (1_060, 7),  # 800, 8
     "dmt/plan": (756, 5),  # 600, 5
-    "dmt/sharding": (2_000, 10),  # 1_750, 10
+    "dmt/sharding": (2_003, 10),  # 1_750, 10
     "dmt/sptt": (3_524, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
     "dmt/hot_rows": (935, 6),  # 900, 6

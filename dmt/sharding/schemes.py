@@ -30,6 +30,7 @@ __all__ = [
     "column_shards",
     "column_widths",
     "row_shards",
+    "rules_by_name",
     "shards_in_tower",
     "table_shards",
     "why_not",
@@ -110,18 +111,14 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
 
     Raises `InputError` if the table cannot be cut into so many shards; the message names the table.
     """
-    rows, columns, num = table.num_embeddings, table.embedding_dim, len(placement.ranks)
-    heights, widths = [rows] * num, [columns] * num
-    first_rows, first_columns = [0] * num, [0] * num
+    scheme, num = placement.scheme, len(placement.ranks)
     try:
-        if placement.scheme == "row_wise":
-            heights = row_shards(rows, num)
-            first_rows = [0, *accumulate(heights[:-1])]
-        if placement.scheme == "column_wise":
-            widths = column_shards(columns, num)
-            first_columns = [0, *accumulate(widths[:-1])]
+        heights = row_shards(table.num_embeddings, num) if scheme == "row_wise" else [table.num_embeddings] * num
+        widths = column_shards(table.embedding_dim, num) if scheme == "column_wise" else [table.embedding_dim] * num
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}. Use another scheme or fewer ranks.") from error
+    first_rows = [0, *accumulate(heights[:-1])] if scheme == "row_wise" else [0] * num
+    first_columns = [0, *accumulate(widths[:-1])] if scheme == "column_wise" else [0] * num
     return [TableShard(*side) for side in zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)]
 
 
@@ -297,10 +294,6 @@ class ShardingRules:
             if value not in known:
                 raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(str(value), known)}")
 
-    def names(self, table: str) -> bool:
-        """Returns whether a rule names the table, exactly or by pattern."""
-        return _key_of(self.tables, table) is not None
-
     def resolve(
         self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
     ) -> dict[str, Allowed]:
@@ -315,8 +308,8 @@ class ShardingRules:
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]
         known = dict.fromkeys([*names, *(table.name for table in outside)])
-        for key in self.tables:
-            if key not in known and not any(_matches(key, name) for name in known):
+        for key in rules_by_name(self.tables, known):
+            if key not in known:
                 raise InputError(
                     f"The rule for tables {key!r} matches none of the {len(known)} tables of the model."
                     f"{did_you_mean(key, known)} Fix the name or drop the rule."
@@ -377,8 +370,17 @@ class ShardingRules:
         return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
 
 
+def rules_by_name(rules: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns the rule of each name that has one, as in `ShardingRules`; rules that match no name stay as they are."""
+    known = dict.fromkeys(names)
+    patterns = {key: rule for key, rule in rules.items() if key not in known}  # a name with * is a name
+    keys = {name: name if name in rules else _key_of(patterns, name) for name in known}
+    unused = {key: rule for key, rule in patterns.items() if not any(_matches(key, name) for name in known)}
+    return unused | {name: rules[key] for name, key in keys.items() if key is not None}
+
+
 def _matches(key: str, name: str) -> bool:
-    if not {"*", "?"} & set(key):
+    if "*" not in key and "?" not in key:
         return key == name or (name.startswith(key) and key == uncut_name(name))
     # Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
     return any(fnmatchcase(text, key.replace("[", "[[]")) for text in (name, uncut_name(name)))
@@ -386,4 +388,5 @@ def _matches(key: str, name: str) -> bool:
 
 def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
     """Returns the key of the rule that applies to a table; None if there is none."""
-    return name if name in rules else next((key for key in rules if _matches(key, name)), None)
+    exact = (text for text in (name, uncut_name(name)) if text in rules)
+    return next(exact, None) or next((key for key in rules if _matches(key, name)), None)

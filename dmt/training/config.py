@@ -57,7 +57,7 @@ class ModelConfig(Section):
     embedding_dim: Int = Field(default=128, ge=4, le=65_536, multiple_of=4)
     """N, columns of every table; a multiple of 4."""
     embedding_dims: dict[str, Annotated[Int, Field(ge=4, le=65_536, multiple_of=4)]] = Field(default_factory=dict)
-    """Columns of individual tables, by feature."""
+    """Columns of individual tables, by feature or pattern, as in ``sharding.tables``."""
     dense_arch: tuple[Layer, ...] = (512, 256)
     """Hidden layers of the bottom MLP."""
     over_arch: tuple[Layer, ...] | None = None
@@ -165,7 +165,7 @@ class ShardingConfig(Section):
     """GiB per rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
     more is refused."""
     pooling_factors: dict[str, Annotated[Float, Field(gt=0, le=1e9)]] = Field(default_factory=dict)
-    """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default the counts of
+    """Mean number of ids per sample, by feature or pattern, for planner and ``dmt what-if``; by default the counts of
     ``dmt prepare``, else 1."""
     cluster: PathText | None = None
     """Rates of lookups and links, for the planner and for the prediction in ``result.json``: a file that ``dmt

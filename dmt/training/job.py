@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from dmt.errors import InputError, did_you_mean
-from dmt.plan.split_across_towers import shard_names, split_tables
+from dmt.plan.split_across_towers import split_tables
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -17,7 +17,7 @@ from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules, why_not
+from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules, rules_by_name, why_not
 from dmt.simulator.cluster import load_cluster
 from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
@@ -97,7 +97,8 @@ def open_job(config: TrainingConfig) -> Job:
     """
     if config.data.tables is not None:
         # A list of tables has no dense columns, but models need some: assume as many as in the synthetic data.
-        return make_job(config, read_tables(Path(config.data.tables)), config.data.synthetic.num_dense)
+        tables = read_tables(Path(config.data.tables))
+        return make_job(_with_factors(config, tables, {}), tables, config.data.synthetic.num_dense)
     job = open_unsharded(config)
     return make_job(job.config, job.tables, job.num_dense, towers=job.towers, data=job.data)
 
@@ -142,11 +143,15 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
         InputError: the data or the tower plan cannot be read, or do not fit the config or each other.
     """
     data, tables = open_tables(config, data)
-    if counted := data.ids_per_row:
-        factors = {"pooling_factors": counted | config.sharding.pooling_factors}
-        config = config.model_copy(update={"sharding": config.sharding.model_copy(update=factors)})
+    config = _with_factors(config, tables, data.ids_per_row)
     towers, placed = _in_towers(config, tables, data)
     return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, opened_data=data)
+
+
+def _with_factors(config: TrainingConfig, tables: Sequence[TableSpec], counted: Mapping[str, float]) -> TrainingConfig:
+    """Returns the config with pooling factors by feature: those it has, by name or pattern, else the ``counted``."""
+    factors = {**counted, **rules_by_name(config.sharding.pooling_factors, feature_names(tables))}
+    return config.model_copy(update={"sharding": config.sharding.model_copy(update={"pooling_factors": factors})})
 
 
 def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
@@ -254,15 +259,15 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         return list(wanted)
     if plan.outside:
         return []
-    rules = ShardingRules(tables=dict(config.sharding.tables))
     vectors, dim = _as_vectors(config, split_tables(tables, cut), features), config.model.outside_dim
+    ruled = rules_by_name(config.sharding.tables, [table.name for table in vectors])
     free = {
         table.name
         for table in vectors
         if features.keys() >= set(table.feature_names)  # false for shards
         and dim in (None, table.embedding_dim)
         and table.embedding_dim % 4 == 0  # FBGEMM's kernels
-        and not (rules.names(table.name) or why_not(table, "data_parallel"))
+        and not (table.name in ruled or why_not(table, "data_parallel"))
     }
     placed = replace(plan, tables=()).tables_by_tower(vectors)
     costs = crossing_costs(config, data)
@@ -272,7 +277,8 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
 
 def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
     """Returns the tables; those outside towers have as many columns as the vectors that they interact with."""
-    dim, named, outside = config.model.outside_dim, config.model.embedding_dims, set(outside)
+    dim, outside = config.model.outside_dim, set(outside)
+    named = rules_by_name(config.model.embedding_dims, feature_names(tables))
     return [
         replace(table, embedding_dim=dim)
         if dim is not None
@@ -338,18 +344,13 @@ def _plan_sharding(
     has none itself.
     """
     sharding, topology = config.sharding, config.topology.build()
-    splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))
-    factors: dict[str, float] = {}
-    for feature, factor in sharding.pooling_factors.items():
-        if feature in splits:
-            factors = dict.fromkeys(shard_names(feature, splits[feature]), factor) | factors
-        else:
-            factors[feature] = factor
+    tables = split_tables(tables, _cuts(towers, tables))
+    outside = towers.outside_tables(tables)
     planned = plan_tables(
         towers.tables_by_tower(tables),
         topology,
-        outside=towers.outside_tables(tables),
-        workload=step_workload(config, factors),
+        outside=outside,
+        workload=step_workload(config, rules_by_name(sharding.pooling_factors, feature_names(tables))),
         hardware=_hardware(sharding),
         rules=ShardingRules(
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
@@ -357,15 +358,11 @@ def _plan_sharding(
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
-    if all(entry.tower is not None for entry in planned.tables):
+    if not outside:
         return planned
-    costs, by_name = crossing_costs(config, data), {table.name: table for table in tables}
-    entries = (
-        replace(entry, reason=f"on every rank: {costs.of(by_name[entry.name]).reason}")
-        if entry.tower is None
-        else entry
-        for entry in planned.tables
-    )
+    costs = crossing_costs(config, data)
+    reasons = {table.name: f"on every rank: {costs.of(table).reason}" for table in outside}
+    entries = (replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in planned.tables)
     return replace(planned, tables=tuple(entries))
 
 

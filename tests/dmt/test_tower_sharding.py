@@ -15,7 +15,7 @@ from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, why_not
+from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, rules_by_name, why_not
 from tests.seeds import seeds
 
 
@@ -367,6 +367,7 @@ def test_a_pattern_like_name_is_a_name() -> None:
     rules = ShardingRules(tables={"ad[0:4]": "row_wise"})
     found = plan_tables([[table("ad[0:4]"), table("ad0")]], one_tower(2), rules=rules)
     assert found.placements["ad[0:4]"].scheme == "row_wise"
+    assert rules_by_name({"a*": 1, "b?": 2, "x*": 3}, ["a*", "ab", "b1"]) == {"a*": 1, "b1": 2, "x*": 3}
 
 
 def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ SHARED = [replace(TABLES[0], feature_names=("C1", "C7")), *TABLES[1:]]
         ({"outside": ["C9"]}, r"towers.outside=.* feature 'C9': no table has it"),
         ({"outside": ["C1"], "tables": SHARED}, r"Table 't_C1' is shared by .*'C1' outside, 'C7' in tower_0"),
         ({"outside": ["C4"], "sharding": {"memory_gib": 1e-4}}, "outside towers need .* for table 't_C4', but memory"),
-        ({"outside": ["C4"], "model": {"embedding_dims": {"C4": 8}}}, "'t_C4' outside towers has embedding_dim=8, but"),
+        ({"outside": ["C4"], "model": {"embedding_dims": {"?4": 8}}}, "'t_C4' outside towers has embedding_dim=8, but"),
         ({"outside": ["C4"], "model": {"tower_dim": 6}}, r"outside=.*: tables .* model\.tower_dim=6 columns, but FBG"),
     ],
 )  # fmt: skip

@@ -132,9 +132,9 @@ def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
         ({"t_C1": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "row_wise"}),
         ({"t_C?": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C2[4:8]": "row_wise", "t_C3": "row_wise"}),
         ({"t_C1*": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "row_wise"}),
-        # A shard's own rule beats that of its table, which beats a pattern.
+        # A shard's own rule beats that of its table, which beats a pattern, in any order.
         (
-            {"t_C1[4:8]": "table_wise", "t_C1": "row_wise", "t_C*": "data_parallel"},
+            {"t_C*": "data_parallel", "t_C1": "row_wise", "t_C1[4:8]": "table_wise"},
             {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "table_wise", "t_C2[0:4]": "data_parallel", "t_C6": "data_parallel"},
         ),
     ],
@@ -148,7 +148,7 @@ def test_what_is_said_of_a_table_that_is_cut_holds_for_its_shards(
 
 
 def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) -> None:
-    config = cut(tmp_path, pooling_factors={"C2[4:8]": 5.0, "C1": 3.0, "C2": 2.0, "C3": 1.5})
+    config = cut(tmp_path, pooling_factors={"C2*": 9.0, "C2[4:8]": 5.0, "?1": 3.0, "C2": 2.0, "C3": 1.5})
     found = open_job(config).sharding.workload.pooling_factors
     assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
     with pytest.raises(InputError, match="rule for tables 'x' matches none"):

@@ -18,7 +18,6 @@ from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.simulator.steps import ModelWork
 from dmt.simulator.work import count_operators
 from dmt.training import step_prediction
 from dmt.training.build import build_model
@@ -145,10 +144,9 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
         copies: sorted(round(w.compression_ratio) for w in ways if w.num_replicas == copies) for copies in (1, 2, 4)
     }
     assert ratios == {1: [1, 1, 1, 1, 2, 4, 16], 2: sorted([1, 1, 1, 2, 4, 16] * 2), 4: [1]}
-    counted: dict[str, ModelWork] = {}
     for way in (way for way in ways if way.num_replicas == 1 or way.compression_ratio == 2):
         again = load_config("demo", [*way.overrides, "train.batch_size=4096"])
-        alone = predict_step(make_job(again, tables, 13), SMALL, counted)
+        alone = predict_step(make_job(again, tables, 13), SMALL)
         assert alone.seconds == pytest.approx(way.seconds)
         assert alone.uplink_bytes == pytest.approx(way.uplink_bytes)
 
@@ -245,7 +243,7 @@ def test_a_model_of_ones_own_is_predicted_in_towers_as_it_is_and_flat_over_tower
 
 def test_a_model_of_tables_of_several_widths_is_predicted_as_it_is(pairs: str, tmp_path: Path) -> None:
     TowerPlan.from_lists([[f"C{i}" for i in range(2, 9)], ["C1"]]).save(tmp_path / "towers.json")
-    values = ["model.arch=dmt-dcn", "model.embedding_dims.C1=16", f"towers.plan={tmp_path / 'towers.json'}"]
+    values = ["model.arch=dmt-dcn", "model.embedding_dims={'?1'=16}", f"towers.plan={tmp_path / 'towers.json'}"]
     record = record_of("demo", *PAIRS, *values, "--cluster", pairs)
     assert (record["own"]["compression_ratio"] > 1, record["alternatives"]) == (True, [])
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.plan.tables import TableFormat, TableSpec
+from dmt.sharding.schemes import rules_by_name
 from dmt.training.data.config import DataConfig
 
 __all__ = [
@@ -139,9 +140,9 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     if doubled := [name for name in used if used[name] > 1]:
         raise InputError(f"{place}: column {doubled[0]!r} is in more than one of {', '.join(_INPUTS)}. Name it in one.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
-    _check_features("data.num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    sizes = rules_by_name(config.num_embeddings_per_feature, rows)
+    _check_features("data.num_embeddings_per_feature", sizes, rows)
     _check_features("data.sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
-    sizes = config.num_embeddings_per_feature
     rows |= {name: sizes.get(target, rows[target]) for name, target in config.sequences.items()}
     rows |= sizes | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
     tables = _table_names(config, rows)
@@ -238,11 +239,11 @@ def _check_sequences(features: Sequence[Feature], place: str) -> None:
 
 
 def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Raises `InputError` for a name in ``given`` that is not a categorical feature."""
+    """Raises `InputError` for a name in ``given`` that is not one of the categorical features ``names``."""
     known = dict.fromkeys(names)
     if unknown := [name for name in given if name not in known]:
         raise InputError(
-            f"{setting}: {unknown[0]!r} is not a categorical feature.{did_you_mean(unknown[0], known)} "
+            f"{setting}: {unknown[0]!r} matches no categorical feature.{did_you_mean(unknown[0], known)} "
             f"Use one of {shorten(list(known), ', ', most=12)}."
         )
 
@@ -259,6 +260,7 @@ def tables_of(
         InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers
             of rows or columns.
     """
+    embedding_dims = rules_by_name(embedding_dims, columns.feature_names)
     _check_features("model.embedding_dims", embedding_dims, columns.feature_names)
     members: dict[str, list[Feature]] = {}
     for feature in columns.features:

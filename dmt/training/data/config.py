@@ -131,7 +131,7 @@ class DataConfig(Section):
     num_embeddings: Int = Field(default=100_000, ge=1, le=_MOST_ROWS)
     """Rows of each table; with ``id_mode = "frequency"`` the maximum. Synthetic data has ``rows_per_table`` instead."""
     num_embeddings_per_feature: dict[str, Annotated[Int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
-    """Rows of the table, by feature; overrides ``num_embeddings``."""
+    """Rows of the table, by feature or pattern, as in ``sharding.tables``; overrides ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by table name: ``{ads = ["ad", "last_ad"]}``."""
     sequences: dict[str, str] = Field(default_factory=dict)

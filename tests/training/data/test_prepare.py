@@ -404,7 +404,7 @@ def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path, monk
     assert [bag[0] for bag in train["friend"].to_pylist() if bag] == [row for row in train["user"].to_pylist() if row]
 
     # No more rows than the config says, and other rows with the same ids.
-    few = config.model_copy(update={"num_embeddings_per_feature": {"user": 4}})
+    few = config.model_copy(update={"num_embeddings_per_feature": {"us*": 4}})
     table, _ = prepared(tmp_path, few)
     assert max(table["user"].to_pylist()) == 3
     later = clicks(tmp_path / "later.parquet", ["c", "new", "f", "a", None], test=("b",))
