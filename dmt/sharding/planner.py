@@ -202,8 +202,8 @@ def plan_by_torchrec(
         limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of memory per rank"
         raise InputError(
             f"TorchRec's planner cannot place the tables {shorten(sorted(constraints), ', ')}{limit}"
-            f": {str(error).strip().partition(chr(10))[0].rstrip()} Allow other schemes or more memory, use more ranks,"
-            " or plan them yourself (plan.plan[path] = ...)."
+            f": {str(error).strip().partition(chr(10))[0].rstrip()} Allow more memory (Hardware.memory_per_rank, in a "
+            "config sharding.memory_gib), use more ranks, or, in a config, set another sharding.scheme."
         ) from error
     finally:
         logging.disable(before)

@@ -25,10 +25,10 @@ SyncPrecision = Literal["fp32", "bf16"]
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs. ``fp16`` has a relative error of up to 2^-11,
-    ``bf16`` one of up to 2^-8; both turn infinities into NaN. Forward, ``fp16`` has a larger error below 6.1e-5 and
-    clamps magnitudes to 65504; backward, it sends scaled gradients, so its range differs (see `backward`). In every
-    format the result has the dtype of the towers' outputs.
+    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs; so does the format that is this dtype, as
+    under autocast. Otherwise ``fp16`` has a relative error of up to 2^-11, ``bf16`` one of up to 2^-8; both turn
+    infinities into NaN. Forward, ``fp16`` has a larger error below 6.1e-5 and clamps magnitudes to 65504; backward, it
+    sends scaled gradients (see `backward`). In every format the result has the dtype of the towers' outputs.
 
     Raises `InputError` if a format is unknown.
 

@@ -139,7 +139,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         return awaitable
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Takes sharded tensors out of a state dict; returns this rank's shards [rows, columns of the shard] by key."""
+        """Takes sharded tensors out of a state dict; returns this rank's shards of each, stacked along rows, by key."""
         taken = {}
         for table in self._configs:
             key = f"{prefix}embedding_bags.{table.name}.weight"

@@ -309,7 +309,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns the default config with the keys of `_KEPT` as in ``config``, then ``settings``, by section and key."""
+    """Returns the default config with ``config``'s keys of `_KEPT` (flat: no micro-batches), then ``settings``."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

@@ -151,8 +151,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if at.step == 0:
             raise InputError(
-                f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size on each "
-                "rank), and the data have fewer. Lower train.batch_size, or give more data."
+                f"No training step was possible: data.source yields fewer rows to a rank than its share of a step's "
+                f"{step_rows(job, at)}. Lower train.batch_size, or let every rank's shard yield more rows."
             )
         # Without a new step, an earlier attempt finished the run and saved its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())

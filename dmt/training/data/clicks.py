@@ -174,12 +174,12 @@ class ClickData:
     ) -> Iterator[ClickBatch]:
         """Returns an iterator over one rank's batches of an epoch, or of the rest of an epoch.
 
-        Every rank gets the same number of batches of B rows. Training drops the rows at the end of an epoch that do
-        not fill a global batch: the last rows of every lane, in its shuffled order. Evaluation pads its last
-        batches with rows of weight 0, so that it counts each row exactly once.
+        Every rank gets equally many batches of B rows. Rows of files and synthetic clicks are dealt to V lanes;
+        training drops the last rows of a lane that fill no global batch. With a user's function, all ranks stop with
+        the one that has the fewest full batches. Evaluation pads its last batches with rows of weight 0, not counted.
 
-        With V lanes (a user's function has none) and B = V / W * b for a fixed b, global batches are the same for every
-        W that divides V. On any other number of ranks each remaining row of the epoch is used at most once.
+        With B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any other number of
+        ranks each remaining row of the epoch is used at most once.
 
         Args:
             split: the part of the data, ``"train"`` or ``"eval"``.

@@ -167,7 +167,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: str) -> tuple[str, ...]:
     """Returns the columns that names and globs match, each once, ordered by pattern and then as in ``names``."""
     chosen: dict[str, None] = {}
-    known = set(names)
+    known, known_as = set(names), "Columns of data.categorical" if setting == "multi_hot" else "Columns"
     for pattern, number in Counter(patterns).items():
         if number > 1:
             raise InputError(f"{place}: {setting} names {pattern!r} {number} times. Name it once.")
@@ -175,7 +175,7 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: 
         if not matches:
             raise InputError(
                 f"{place}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} "
-                f"Columns: {shorten(names, ', ', most=12)}. Correct data.{setting}."
+                f"{known_as}: {shorten(names, ', ', most=12)}. Correct data.{setting}."
             )
         chosen.update(dict.fromkeys(matches))
     return tuple(chosen)

@@ -115,7 +115,8 @@ class SourceRows:
         for place, table in self._tables_of(source):
             if table.schema != schema:  # finding columns takes a second for thousands of them
                 if find_columns(self._config, table.schema, place) != self.columns:
-                    raise InputError(f"{place}: columns differ from those of batch 1. Yield the same names and types.")
+                    problem = "columns are not those of the first batch for 'train'. Yield the same in every batch."
+                    raise InputError(f"{place} for split={split!r}, shard {rank} of {world_size}: {problem}")
                 schema = table.schema
             if has_state:
                 # The state before this batch: the source has moved on.

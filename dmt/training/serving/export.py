@@ -31,7 +31,7 @@ __all__ = ["Exported", "export_run", "load_program", "read_manifest", "tensors_o
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
-_REMEDY = "Export the checkpoint again."
+_REMEDY = "Name a file that `dmt export` wrote; if this is one, export the checkpoint again."
 _HASH = (
     "row 0 for a missing value, else 1 + mix(hash(value) xor hash(salt)) mod (rows - 1), where hash is the "
     "pandas.util.hash_array of a text with hash_key, and mix is the finalizer of SplitMix64"
@@ -180,7 +180,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except Exception as error:  # zipfile raises many kinds of errors for a damaged file
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
-        raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")
+        raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. Name a file that it wrote.")
     record = parse(text, "JSON", place=place, remedy=_REMEDY)
     if not isinstance(record, dict) or record.get("format") != _FORMAT or "data" not in record:
         raise InputError(f"{place}: its manifest is not of format {_FORMAT}. {_REMEDY}")

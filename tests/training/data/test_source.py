@@ -226,7 +226,7 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
         ("resumable", {"options": {"state": "range"}}, "cannot be saved"),
         ("malformed", {"options": {"wrong": "a list"}}, "batch 2: list cannot be read as a table"),
         ("malformed", {"options": {"wrong": "mixed"}}, "batch 2: dict cannot be read as a table"),
-        ("malformed", {"options": {"wrong": "a list now"}}, "columns differ from those of batch 1"),
+        ("malformed", {"options": {"wrong": "a list now"}}, "columns are not those of the first batch"),
         ("malformed", {"options": {"wrong": "doubled"}}, "2 columns have the name 'c'"),
     ],
     ids=str,
