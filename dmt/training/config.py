@@ -138,9 +138,7 @@ class TowersConfig(Section):
         is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
         if not is_list and value not in ("none", "auto"):
             example = value if isinstance(value, str) else "hour"
-            raise InputError(
-                f"{value!r:.100} is neither 'none' nor 'auto'. Give a list of features, such as [\"{example}\"]"
-            )
+            raise InputError(f"{value!r:.100} is neither 'none' nor 'auto'. List the features, such as [\"{example}\"]")
         return value
 
 

@@ -38,9 +38,7 @@ def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collecti
     """
     for setting, name in names.items():
         if name is not None and name not in allowed:
-            raise InputError(
-                f"{place} names code to run, {setting}={name!r}. If you trust it, allow it: --function {name}"
-            )
+            raise InputError(f"{place} names code to run, {setting}={name!r}. If you trust it, add --function {name}")
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:

@@ -66,9 +66,7 @@ def checked_model(job: Job) -> nn.Module:
         load_cluster(config.sharding.cluster)  # a flat run uses it at its end only
     check_table_optimizer(config.optimizer, job.device_type)
     if job.opened_data is None:
-        raise InputError(
-            f"data.tables={config.data.tables!r} only describes tables. Set data.prepared or data.train_path instead."
-        )
+        raise InputError(f"data.tables={config.data.tables!r} only lists tables. Set data.prepared or data.train_path.")
     if job.data.columns.label is None:
         raise InputError(
             f"data.prepared={config.data.prepared!r} has rows without labels. Set `label` in its manifest.json "

@@ -76,7 +76,7 @@ def test_overrides(override: str, read: Any, value: Any, monkeypatch: pytest.Mon
         ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
         ("sharding.tables.t=rowwise", r"Input should be 'table_wise', .* or 'fused_uvm_caching' \(got 'rowwise'\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
-        ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
+        ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. List .* such as \[\"hour\"\]"),
         ("train.batch_size=true", r"train\.batch_size: Input should be a valid integer \(got True\)"),
         ("optimizer.dense_lr=true", r"optimizer\.dense_lr: Input should be a valid number \(got True\)"),
         ("model.dense_arch=[8, true]", r"model\.dense_arch\.1: Input should be a valid integer \(got True\)"),

@@ -321,9 +321,7 @@ class TensorReader(dcp.FileSystemReader):
             columns = {saved: min(end, stop) - max(first, start) for saved, start, stop in ranges.get(uncut, ())}
             overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
             if not overlaps[name]:
-                raise InputError(
-                    f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
-                )
+                raise InputError(f"{self.path} is a checkpoint of another model or optimizer, without {name}. {_OTHER}")
         self._load({name: shards for name, shards in state.items() if name not in overlaps})
         for name, columns in overlaps.items():
             for offsets, tensor in state[name].tensors.items():

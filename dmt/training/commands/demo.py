@@ -49,9 +49,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     console = Console(stderr=True, highlight=False)
     for key in ("towers.plan", "train.output_dir"):
         if any(override.partition("=")[0].strip() == key for override in overrides):
-            raise InputError(
-                f"The demo sets {key} itself: it learns the towers, and writes all output to --out. Leave out {key}."
-            )
+            raise InputError(f"The demo sets {key} itself: it learns the towers, and writes to --out. Leave it out.")
     console.print("[bold]1/4[/] checking data and sizes")
     # Batch size and epochs follow from the number of rows, which is known once the file is open.
     settings, smallest = ([], []) if data is None else (demo_settings(data), ["train.batch_size=16"])

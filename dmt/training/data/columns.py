@@ -124,10 +124,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     for setting in _INPUTS:
         if taken := [name for name in wanted[setting] if name in (config.label, config.split_column)]:
             use = "label" if taken[0] == config.label else "split_column"
-            raise InputError(
-                f"{place}: {setting} column {taken[0]!r} is data.{use}, which cannot be an input. Take it out of "
-                f"data.{setting}."
-            )
+            raise InputError(f"{place}: {setting} column {taken[0]!r} is data.{use}, not an input. Take it out.")
     chosen = {s: _select(s, patterns, inputs if s in _INPUTS else names, place) for s, patterns in wanted.items()}
     types, numbers = dict(zip(schema.names, schema.types, strict=True)), Counter(schema.names)
     for setting, columns in chosen.items():
@@ -233,8 +230,7 @@ def _check_sequences(features: Sequence[Feature], place: str) -> None:
             )
         if lists[target]:
             raise InputError(
-                f"{place}: data.sequences: {target!r}, the target of {name!r}, is a list. Choose a target with one id "
-                "per row."
+                f"{place}: data.sequences: target {target!r} of {name!r} is a list. Choose one with one id per row."
             )
 
 

@@ -86,7 +86,7 @@ def test_a_function_that_a_checkpoint_names_runs_only_where_the_user_names_it(
     arguments = [argument.format(tmp_path / "run") for argument in command]
     refused = CliRunner().invoke(main, arguments)
     assert (refused.exit_code, (tmp_path / "ran").exists()) == (2, False)
-    assert "='evil:f'. If you trust it, allow it: --function evil:f" in refused.stderr
+    assert "='evil:f'. If you trust it, add --function evil:f" in refused.stderr
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     assert CliRunner().invoke(main, [*arguments, "--function", "evil:f"]).exit_code == 2  # it has no function f
     assert (tmp_path / "ran").exists(), "the function is a dud"

@@ -253,7 +253,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' has type list"),
     ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*data.timestamps"),
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
-    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, which cannot be an input"),
+    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, not an input"),
     ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
     ({}, {"categorical": ("c", "d")}, "'d' is in more than one of"),
     ({"c_hour": [0, 1]}, {"timestamps": ("c",), "categorical": ("n",), "label": "c_hour"}, "'c_hour' has the name of"),
@@ -261,7 +261,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' matches no categorical feature"),
     ({}, {"sequences": {"x": "c"}}, "sequences: 'x' matches no categorical feature"),
     ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is not a list"),
-    ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: 'c', the target of 'h', is a list"),
+    ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: target 'c' of 'h' is a list"),
     ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "table 't'"),
     ({"h": [["a"], ["b"] * 1001]}, WITH_H, "row 2: column 'h': expected at most 1000 ids .*found 1001"),
 ]
