@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -74,10 +75,15 @@ class RunRecord:
         if not enabled:
             return
         _write(self.folder / "config.toml", to_toml(config))
+        self._earlier: dict[str, Any] = {}
+        with suppress(OSError, ValueError, AttributeError):
+            if (earlier := read_result(self.folder)).get("steps") == resumed_step:
+                self._earlier = earlier
         (self.folder / "result.json").unlink(missing_ok=True)
         records = _read_metrics(self._metrics) if self._metrics.exists() else []
         kept = [values for values in records if values["step"] <= resumed_step]
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
+        self._last = kept[-1:]
 
     def say(self, lines: Iterable[str]) -> None:
         """Prints lines to stdout, each after ``# ``; in a demo to stderr, as the demo's stdout may be JSON."""
@@ -102,7 +108,8 @@ class RunRecord:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records numbers after a training step, under names such as ``"train/loss"``."""
-        if not self.enabled:
+        # An evaluation may be repeated when a run resumes.
+        if not self.enabled or {"step": step, **values} in self._last:
             return
         line = json.dumps({"step": step, **values})
         try:
@@ -112,12 +119,15 @@ class RunRecord:
             logger.warning(f"{self._metrics} cannot be written to ({error}). Training continues. Not recorded: {line}")
 
     def close(self, result: dict[str, Any]) -> None:
-        """Writes the result and the versions.
+        """Writes the result and the versions; if no step was trained, the earlier result's speeds replace those in it.
 
         Raises:
             InputError: the result cannot be written; the same job, started again, evaluates its last checkpoint.
         """
         if self.enabled:
+            if all(self._earlier.get(key) == result.get(key) for key in ("steps", "world_size", "device")):
+                speeds = ("samples_per_second", "samples_per_second_per_rank", "seconds")
+                result |= {key: self._earlier[key] for key in speeds if key in self._earlier}
             _write(self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n")
 
 

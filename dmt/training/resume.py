@@ -52,7 +52,7 @@ _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that define the rows and the first weights; with another value, a run would not be the one that is resumed.
 _SAME_RUN = ("data.", "train.seed:")
 # Settings that change the training, but not the model or the rows: changes are printed.
-_TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
+_TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:", "train.dense_reduce:")
 # Another evaluation set: printed, too.
 _EVALUATION = "data.eval_path: '"
 
@@ -129,9 +129,7 @@ def starting_folder(config: TrainingConfig) -> Path:
     for place in (Path(wanted), Path(wanted) / "checkpoint"):
         if checkpoints(place):
             return place
-    raise InputError(
-        f"train.resume={wanted!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or 'auto'."
-    )
+    raise InputError(f"train.resume={wanted!r} holds no checkpoint. Give a checkpoint, a run's output_dir, or 'auto'.")
 
 
 def start_from(folder: Path, job: Job) -> Start:

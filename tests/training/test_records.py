@@ -54,15 +54,16 @@ def test_the_runs_of_a_demo_leave_stdout_to_its_result(
     assert capsys.readouterr() == ("", "# step 1\n")
 
 
-@pytest.mark.parametrize("resumed_step", [0, 20])
-def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed_step: int) -> None:
-    record_of(tmp_path).close({"steps": 10})
+@pytest.mark.parametrize("case", [(20, 20, 4, 9.0), (0, 20, 4, 1.0), (20, 30, 4, 1.0), (20, 20, 2, 1.0)])
+def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, int, int, float]) -> None:
+    resumed_step, steps, world_size, seconds = case
+    record_of(tmp_path).close({"steps": 20, "world_size": 4, "seconds": 9.0})
     (tmp_path / "sharding.json").touch()
     record = record_of(tmp_path, resumed_step=resumed_step)
     assert not (tmp_path / "result.json").exists()
     record.sharding(None)
-    record.close({"steps": 20})
-    assert read_result(tmp_path)["steps"] == 20
+    record.close({"steps": steps, "world_size": world_size, "seconds": 1.0})
+    assert read_result(tmp_path)["seconds"] == seconds
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
 
 

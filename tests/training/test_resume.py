@@ -22,7 +22,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.job import open_job, open_unsharded
-from dmt.training.records import RunRecord, read_curves
+from dmt.training.records import RunRecord, read_curves, read_result
 from dmt.training.resume import Position, Start, checkpoint_folder, start_from, starting_folder
 from dmt.training.train import train_job
 from dmt.training.trained import check_encoding
@@ -196,9 +196,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     assert starting_folder(changed(finished, train={**other, "resume": str(whole)})) == whole
     with pytest.raises(InputError, match=r"train\.resume='nowhere' holds no checkpoint"):
         starting_folder(changed(finished, train={**other, "resume": "nowhere"}))
-    with pytest.raises(
-        InputError, match=r"train\.resume='.*' is a checkpoint of this run, which resumes from its newest"
-    ):
+    with pytest.raises(InputError, match=r"train\.resume='.*' is a checkpoint of this run, which resumes from its"):
         starting_folder(changed(finished, train={"resume": str(whole)}))
     # Its own checkpoints go before the one it began with.
     assert starting_folder(changed(finished, train={"resume": "nowhere"})) == own
@@ -222,10 +220,10 @@ def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sectio
 
 @pytest.mark.ranks
 def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig, tmp_path: Path) -> None:
-    longer = changed(finished, train={"epochs": 2, "log_every": 7}, optimizer={"sparse_lr": 0.5})
+    longer = changed(finished, train={"epochs": 2, "dense_reduce": "hierarchical"}, optimizer={"sparse_lr": 0.5})
     found = start(longer)
     assert found.position == Position(step=7, epoch=1, rows=0, lanes=4)
-    assert found.lines[1:] == ("optimizer.sparse_lr: 0.05 -> 0.5",)
+    assert found.lines[1:] == ("optimizer.sparse_lr: 0.05 -> 0.5", "train.dense_reduce: 'ring' -> 'hierarchical'")
     other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
     assert len(start(other_ranks).lines) == 1
     # What is advised where `auto` now chooses tables.
@@ -239,17 +237,17 @@ def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig,
 
 @pytest.mark.ranks
 def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: TrainingConfig) -> None:
-    before, curves = steps_of(finished), losses(finished)
-    result = json.loads((Path(finished.train.output_dir) / "result.json").read_text())
+    before, folder = steps_of(finished), Path(finished.train.output_dir)
+    result, metrics = read_result(folder), (folder / "metrics.jsonl").read_text()
     again = attempt(finished)
     assert again is not None
-    assert again["eval_ne"] == result["eval_ne"]
-    assert again["steps"] == result["steps"] == 7
-    assert losses(finished) == curves
+    for name in ("steps", "eval_ne", "samples_per_second", "samples_per_second_per_rank", "seconds"):
+        assert again[name] == result[name] == read_result(folder)[name]
+    assert (folder / "metrics.jsonl").read_text() == metrics, "one line of the evaluation"
     assert steps_of(finished) == before
     with pytest.raises(InputError, match=r"has ended, so optimizer\.sparse_lr: 0\.05 -> 0\.5 would change nothing\."):
         attempt(changed(finished, optimizer={"sparse_lr": 0.5}))
-    assert (Path(finished.train.output_dir) / "result.json").exists()
+    assert (folder / "result.json").exists()
 
 
 def steps_of(run: TrainingConfig) -> list[int]:
