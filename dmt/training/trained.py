@@ -54,7 +54,9 @@ def checkpoint_of(
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
         raise InputError(f"{run} holds no checkpoint. Give one, or the output_dir of a run that has saved one.")
-    overrides, file = [], checkpoint / "config.toml"
+    file, folder = checkpoint / "config.toml", checkpoint.absolute().parent
+    # The run may have been moved since; raw rows are prepared in its folder.
+    overrides = [to_override("train.output_dir", folder.parent if folder.name == "checkpoint" else folder)]
     if (checkpoint / "towers.json").exists():
         # The plan file also says which features are outside towers.
         overrides += [to_override("towers.plan", checkpoint / "towers.json"), "towers.outside=none"]

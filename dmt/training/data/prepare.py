@@ -93,7 +93,9 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
-    check_output("The cache of prepared rows, in train.output_dir or beside --out,", cache, is_folder=True)
+    if (folder / MANIFEST).exists():  # perhaps where nothing can be written
+        return folder
+    check_output("Prepared rows, in the run's folder or by `dmt score --data` beside --out,", cache, is_folder=True)
     with (cache / f".{folder.name}{_LOCK}").open("a+", encoding="utf-8") as lock:
         before = os.fstat(lock.fileno()).st_mtime_ns
         try:
@@ -108,6 +110,10 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
             if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime_ns != before:
                 raise InputError(text)
             logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
+            for path in cache.glob(f".*{_LOCK}"):  # also those of killed processes, which left work folders
+                with suppress(OSError), path.open("ab") as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)
             try:
                 prepare(config, folder, eval_only=eval_only)
             except InputError as error:
@@ -240,9 +246,7 @@ def _raw_rows(
         _note_unread(converter, file, {*found.dense, *lists} - known, in_order[0][1])
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
-            raise InputError(
-                f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form in all files."
-            )
+            raise InputError(f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form.")
         patterns = {*config.dense, *config.categorical, *config.timestamps}.difference(names)
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)

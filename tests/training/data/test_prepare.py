@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -543,6 +544,19 @@ def test_ranks_that_have_waited_report_the_error_of_the_first(tmp_path: Path, mo
         prepare_once(config, tmp_path / "cache")
 
 
+def test_leftovers_go_and_prepared_rows_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache = clicks(tmp_path / "clicks.parquet"), tmp_path / "cache"
+    for name in ("killed", "busy"):
+        (cache / f".{name}.work").mkdir(parents=True)
+        (cache / f".{name}.lock").touch()
+    with (cache / ".busy.lock").open() as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        folder = prepare_once(config, cache)
+    assert [path.name for path in cache.glob(".*.work")] == [".busy.work"]
+    monkeypatch.setattr(module, "check_output", lambda *_, **__: 1 // 0)
+    assert prepare_once(config, cache) == folder
+
+
 def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path: Path) -> None:
     clicks(tmp_path / "clicks.parquet")
     names = 'categorical = ["user", "friend"]\nsplit_column = "split"'
@@ -553,9 +567,6 @@ def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path:
     assert json.loads(ran.stdout)["rows"] == {"train": 28, "eval": 3}
     config = DataConfig.model_validate({"prepared": str(out)})
     assert {feature.name: feature.rows for feature in ClickData(config).columns.features} == {"user": 8, "friend": 9}
-    for options, text in (
-        (["--out", str(out)], "is never overwritten"),
-        (["--out", "o", "--memory-gib", "nan"], "nan"),
-    ):
+    for options, text in ((["--out", str(out)], "never overwritten"), (["--out", "o", "--memory-gib", "nan"], "nan")):
         ran = run(main, ["prepare", str(tmp_path / "run.toml"), *options])
         assert (ran.exit_code, text in ran.output) == (2, True)

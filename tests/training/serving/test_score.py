@@ -52,18 +52,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, as far as files can tell, of a data set with columns and a split."""
     folder = tmp_path_factory.mktemp("run")
     pq.write_table(rows(), folder / "clicks.parquet")
-    data = {
-        "kind": "columns",
-        "train_path": str(folder / "clicks.parquet"),
-        "categorical": ["c_*"],
-        "dense": ["d_*"],
-        "timestamps": ["time"],
-        "split_column": "split",
-        "num_embeddings": 30,
-    }
+    data = {"kind": "columns", "train_path": str(folder / "clicks.parquet"), "categorical": ["c_*"], "dense": ["d_*"]}
+    data |= {"timestamps": ["time"], "split_column": "split", "num_embeddings": 30}
     model = {"arch": "dlrm", "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1]}
-    train = {"output_dir": str(folder)}
-    config = TrainingConfig.model_validate({"data": data, "model": model, "train": train})
+    config = TrainingConfig.model_validate({"data": data, "model": model, "train": {"output_dir": str(folder)}})
     save_run(folder, config)
     export_run(folder, folder / "model.pt2")
     return folder
@@ -141,9 +133,7 @@ def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     record = json.loads(manifest.read_text())
     for change in ({"raw": record["raw"] | {"id_mode": "index"}}, {"features": record["features"][::-1]}):
         manifest.write_text(json.dumps(record | change))
-        with pytest.raises(
-            InputError, match=r"data\.prepared='.*ready' is not as it was when .*model\.pt2 was exported"
-        ):
+        with pytest.raises(InputError, match=r"data\.prepared='.*ready' is not as it was when .*model\.pt2 was exp"):
             scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")
 
 
@@ -203,15 +193,17 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
 def test_evaluation_rows_are_not_taken_from_other_files_than_those_of_training(tmp_path: Path) -> None:
     pq.write_table(rows(), tmp_path / "day_2.parquet")
     data = {"kind": "columns", "train_path": str(tmp_path / "day_*.parquet"), "categorical": ["c_*"], "dense": ["d_*"]}
-    model, train = {"arch": "dlrm", "embedding_dim": 8}, {"output_dir": str(tmp_path)}
+    model, train = {"arch": "dlrm", "embedding_dim": 8}, {"output_dir": str(tmp_path / "before")}
     config = TrainingConfig.model_validate({"data": data, "model": model, "train": train})
-    checkpoint = save_run(tmp_path, config) / "checkpoint" / "step-00000001"
-    progress = {"files": ClickData(config.data, cache=tmp_path / "prepared-cache").files("train")}
+    run = save_run(tmp_path / "before", config).rename(tmp_path / "run")
+    checkpoint = run / "checkpoint" / "step-00000001"
+    progress = {"files": ClickData(config.data, cache=run / "prepared-cache").files("train")}
     write_manifest(checkpoint, replace(read_checkpoint(checkpoint), progress=progress))
-    assert score(tmp_path, tmp_path / "p.parquet").num_rows == ROWS // 10
+    assert score(run, tmp_path / "p.parquet").num_rows == ROWS // 10
+    assert not (tmp_path / "before").exists(), "where the run was"
     pq.write_table(rows(), tmp_path / "day_1.parquet")
     with pytest.raises(InputError, match=r"The training files have changed since .*Name the rows to score \(--data\)"):
-        score(tmp_path, tmp_path / "p.parquet")
+        score(run, tmp_path / "p.parquet")
 
 
 def test_another_ending_than_that_of_parquet_is_refused(tmp_path: Path) -> None:
