@@ -208,9 +208,7 @@ def _errors_named(what: str) -> Iterator[None]:
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     """Raises `InputError` unless the model has the kind of sparse modules, the tables and the towers of the job."""
     has_towers, outside = job.config.model.has_towers, () if job.towers is None else job.towers.outside
-    wanted: list[type] = [EmbeddingTowerCollection if has_towers else EmbeddingBagCollection]
-    if has_towers and outside:
-        wanted.append(EmbeddingBagCollection)
+    wanted = [EmbeddingTowerCollection] * has_towers + [EmbeddingBagCollection] * (not has_towers or bool(outside))
     parts = sorted(_sparse_parts(model), key=lambda part: not isinstance(part, EmbeddingTowerCollection))
     if list(map(type, parts)) != wanted:
         kinds = ", ".join(type(part).__name__ for part in parts) or "none"
@@ -243,8 +241,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     lists = job.towers.tables_by_tower(job.split_tables)
-    if outside:
-        lists.append(job.towers.outside_tables(job.split_tables))
+    lists += [job.towers.outside_tables(job.split_tables)] * bool(outside)
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
     last_tower = " The collection outside towers counts as the last tower." * bool(outside)

@@ -110,10 +110,12 @@ def make_job(
     *,
     towers: TowerPlan | None = None,
     data: ClickData | None = None,
+    sharding: TowerShardingPlan | None = None,
 ) -> Job:
     """Resolves the plans of a run for given uncut tables; ``towers`` defaults to the plan that the config names.
 
-    ``num_dense`` is the number of dense columns; ``data`` are the opened data of the tables, None if there are none.
+    ``num_dense``: number of dense columns; ``data``: the opened data of the tables, None if there are none;
+    ``sharding``: the plan of a job with equal tables, towers, topology and rules, None to make it.
 
     Raises:
         InputError: a plan cannot be read, a plan or rule does not fit, or the optimizer has no moments to scale.
@@ -127,7 +129,7 @@ def make_job(
         )
     fused = {"optimizer": FBGEMM_NAMES[config.optimizer.sparse]}
     moment_scale_of(config.replicas.moment_scale, fused, config.topology.num_replicas)
-    sharding = None if towers is None else _plan_sharding(config, tables, towers, data)
+    sharding = sharding or (None if towers is None else _plan_sharding(config, tables, towers, data))
     return Job(
         config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, opened_data=data
     )

@@ -13,6 +13,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
@@ -79,7 +80,8 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
     Jobs that differ only in model, towers and topology may share ``counted``, a cache of the operators by model.
     """
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
-    counted, key = {} if counted is None else counted, f"{job.config.model!r} {job.towers and job.towers.to_lists()}"
+    of_towers = job.towers and (job.towers.to_lists() if job.config.model.has_towers else job.towers.column_splits)
+    counted, key = {} if counted is None else counted, f"{job.config.model!r} {of_towers or None}"
     if key not in counted:
         model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
         counted[key] = count_operators(model, job.num_dense)
@@ -204,20 +206,22 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     predictions: list[Prediction] = []
     left_out: list[str] = []
     counted: dict[str, ModelWork] = {}
+    plans: dict[str, TowerShardingPlan | None] = {}
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
     is_own, in_towers = run.config.model.factory is not None, run.config.model.has_towers
     has_any = not in_towers if is_own else len({table.embedding_dim for table in tables}) == 1
     for name, settings in _ways(run) if has_any else ():
         changed = changed_config(run.config, settings)
+        key = f"{changed.topology!r} {changed.towers!r} {changed.sharding!r}"  # models do not matter for a plan
         try:
-            job = make_job(changed, tables, run.num_dense, data=run.opened_data)
+            job = make_job(changed, tables, run.num_dense, data=run.opened_data, sharding=plans.get(key))
         except InputError as error:
             if limit is None:
                 raise
             left_out.append(name)
             reason = reason or error
             continue
-        overrides = _overrides(run.config, changed, settings)
+        plans[key], overrides = job.sharding, _overrides(run.config, changed, settings)
         prediction = predict_step(job, cluster, counted)._replace(name=name, overrides=overrides)
         if limit is not None and prediction.rank_bytes > limit:
             left_out.append(name)
@@ -263,8 +267,7 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
         family, columns = "dlrm", max(table.embedding_dim for table in tables)
         outputs = {} if (model.c, model.p) == (1, 0) else {"c": 1, "p": 0}
     # A flat model with sequences cannot train over towers.
-    has_sequences = any(table.sequences for table in tables)
-    models: dict[str, dict[str, Any]] = {} if has_sequences else {_SAME: {"arch": family}}
+    models: dict[str, dict[str, Any]] = {} if any(t.sequences for t in tables) else {_SAME: {"arch": family}}
     for ratio in _RATIOS:
         if 1 <= columns // ratio <= 65_536 and (columns % ratio == 0 or family == "dcn"):
             models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
@@ -275,18 +278,14 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Yields the name of each alternative, and its settings by section and key."""
     is_own = run.config.model.factory is not None
     flat = {"model": {} if is_own else {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
-    num_hosts, num_tables = run.topology.num_hosts, len(run.tables)
+    num_hosts, ranks = run.topology.num_hosts, run.topology.host_size
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
     for replicas, placement in _replicas(run.topology):
-        hosts, size = num_hosts, run.topology.host_size
-        mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": size}
-        hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
+        mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": ranks}
+        hosts, size = (num_hosts // replicas, ranks) if placement == "inter_host" else (num_hosts, ranks // replicas)
         suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
-        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_tables)
-        shapes = {
-            towers: {"num_towers": towers, "ranks_per_tower": hosts * size // towers, **mesh}
-            for towers in (hosts, 1, number)
-        }
+        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= len(run.tables))
+        shapes = {t: {"num_towers": t, "ranks_per_tower": hosts * size // t, **mesh} for t in (hosts, 1, number)}
         models = _models(run, number)
         if replicas == 1:
             yield FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
