@@ -54,7 +54,7 @@ def test_the_last_ones_are_kept_and_other_things_left_alone(
 ) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
-    prepare_folder(tmp_path)
+    (tmp_path / prepare_folder(tmp_path)).rmdir()
     for step in steps:
         save(tmp_path, step, keep=keep)
     assert names(tmp_path) == [".step-notes", *left, "step-by-step.txt"]
