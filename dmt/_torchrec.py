@@ -235,7 +235,7 @@ def complete_adam(optimizer: Any) -> None:
 
 
 def on_weight_gradient(lookup: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls ``hook`` with the weights of fused kernels after each use; they get a gradient unless that was a lookup."""
+    """Calls ``hook`` in backward passes with weights of fused kernels; ``grad`` is None if they were only looked up."""
     for kernel in set(fused_kernels(lookup).values()):
         for parameter in filter(Tensor.numel, kernel.parameters()):
             parameter.register_post_accumulate_grad_hook(hook)

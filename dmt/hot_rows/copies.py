@@ -262,8 +262,8 @@ class HotCopies:
     def _check_in_use(self, _: Tensor) -> None:
         if self._module.hot is not self:
             raise InputError(
-                "HotRows: the hot rows changed between the forward and the backward pass of a batch. Call step() and "
-                "refresh() between the backward pass of one batch and the forward pass of the next."
+                "HotRows: the hot rows changed between the forward and the backward pass of a batch. Call step(), "
+                "refresh(), replicate() and load_state() after the backward pass, before the next batch's forward pass."
             )
 
 

@@ -36,7 +36,7 @@ class RowCounts:
 
     @staticmethod
     def of(ids: Any, counts: NDArray[np.int64] | None = None) -> RowCounts:
-        """Counts the rows in an array of ids, of any shape and integer dtype; ``counts`` [n]: how often each counts."""
+        """Counts the rows in an array of ids, of any shape and integer dtype; ``counts`` [ids]: times each counts."""
         rows, places = np.unique(np.asarray(ids, dtype=np.int64), return_inverse=True)
         return RowCounts(rows, np.bincount(places.flatten(), counts).astype(np.int64))  # exact below 2^53
 

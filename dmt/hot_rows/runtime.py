@@ -320,8 +320,8 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
     if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
         return "it is cut by columns, and row-wise AdaGrad has a separate state for each part of a row"
     for feature in config.feature_names:
-        if len(users[feature]) > 1:
-            return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
+        if others := [name for name in users[feature] if name != config.name]:
+            return f"its feature {feature!r} is also looked up in {shorten(others, ', ')}"
     return data_parallel_obstacle(table.settings).replace("data-parallel tables", "copies")
 
 

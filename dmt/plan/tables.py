@@ -29,7 +29,7 @@ TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number, by the lower-case name of its format."""
 ID_BYTES = 8
-"""Bytes of an id and of a length; both are int64 in a KeyedJaggedTensor."""
+"""Bytes of an id and of a length where both are int64, as in the trainer; int32 ids or lengths take half as many."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,8 @@ class TowerPlan:
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Measure, settings, notes and `Comparison` fields of a learned assignment, by name, as JSON values; else empty."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match, but
-    may have other numbers of rows."""
+    """The tables the plan was made for, with each column shard as a table. A model's table of the same name must have
+    the same features and, unless it is outside towers, ``embedding_dim``; its number of rows may differ."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Number of columns of each shard, by feature, for tables cut across towers. The towers then list the shards, as
     ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
@@ -229,7 +229,7 @@ class TowerPlan:
 
         Raises:
             InputError: a feature is missing or unknown, two tables have the same name, the features of a shared table
-                are in different towers or only partly outside, or a table differs from `tables` in more than rows.
+                are in different towers or only partly outside, or a table does not match that of its name in `tables`.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)), partly=partly)

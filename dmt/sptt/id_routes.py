@@ -66,7 +66,7 @@ class AgreedIds:
         weights = ids.weights_or_none() if self._is_weighted else None
         if missing := [] if self._keys else sorted(set(self._features).difference(keys)):
             raise InputError(
-                f"The batch lacks feature {missing[0]!r} (missing in all: {len(missing)})."
+                f"The batch lacks feature {missing[0]!r} (missing features: {len(missing)})."
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
         at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))

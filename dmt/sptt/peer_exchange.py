@@ -60,7 +60,7 @@ class Pending(LazyAwaitable[Any]):
             raise InputError(
                 "The result of a sharded module, still in flight, was passed to a torch.autograd.Function (such as a "
                 "reentrant checkpoint or torch.distributed.nn.all_gather). This gives gradients to tensors only, so "
-                "tables would not train. Pass result.clone() instead."
+                "tables would not train. Pass result.clone() instead, or result.values() if it is a KeyedTensor."
             )
         return self._value
 
@@ -150,7 +150,7 @@ class AgreedOutputs:
         dtype = self.exchange.dtype if num_towers > 1 else columns_PO.dtype  # one tower sends nothing
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(
-                f"Tower {tower} returned outputs of widths {[width for _, width in pieces]!s:.100} in "
+                f"Mesh tower {tower} returned outputs of widths {[width for _, width in pieces]!s:.100} in "
                 f"{columns_PO.dtype}, but in the first batch the towers agreed on {self.widths[tower]!s:.100} in "
                 f"{dtype}. Return the same widths and dtype in every batch, all under the same autocast."
             )

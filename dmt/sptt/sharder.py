@@ -218,7 +218,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
             # All tables travel in one exchange.
             f"has output_dtype={sharding.output_dtype} in the plan, but all tables need the same: set it in the "
-            "sharder's fused_params.": sharding.output_dtype is not None,
+            "sharder's fused_params instead.": sharding.output_dtype is not None,
             f"is {scheme}, but tables outside towers must be data_parallel, as every rank holds them. Make the plan "
             "with TowerShardingPlanner.": tower is None and is_fused,
         }

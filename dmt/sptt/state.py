@@ -42,7 +42,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
         self.after_states_loaded: Callable[[], None] = self.read_again
-        """Called after states of the tables' optimizers were loaded. `dmt.ReplicaSync`, without hot rows, sets it."""
+        """Called after states of the tables' optimizers were loaded; with replicas, `dmt.ReplicaSync` sets it."""
         self.hot: Any = None
         """Copies of hot rows, `dmt.hot_rows.copies.HotCopies`, which train instead of the rows of their tables."""
         self.encoder: RowEncoder | None = None
@@ -198,7 +198,7 @@ class TableTensor:
     is_replicated: bool
     """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     offsets: tuple[int, ...]
-    """Position of this shard in the table: first row and first column, or only the first row of a 1-D tensor."""
+    """First row and first column of this shard; of 1-D state, its first entry among those of all column shards."""
 
 
 def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:

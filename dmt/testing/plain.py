@@ -53,7 +53,7 @@ class PlainTraining:
         has_half_tables: True to round the weights of tables to FP16 after each update.
 
     Raises:
-        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unsupported or has no moments to scale.
+        InputError: ``moment_scale`` is out of range, or the optimizer is unsupported or has no moments to scale.
     """
 
     def __init__(

@@ -112,14 +112,14 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(
-                f"{part.name}: ranks hold different values of an element. For replicas, call ReplicaSync.sync() first."
+                f"{part.name}: ranks hold different values. For tables, call ReplicaSync.sync() first; average buffers."
             )
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
         if len(ranks := count.unique().tolist()) > 1 or 0 in ranks:
             raise ReplicaMismatchError(
-                f"{name}: elements are on {ranks[0]} to {ranks[-1]} ranks, not on equally many. Correct the plan."
+                f"{name}: elements are on {ranks[0]} to {ranks[-1]} ranks, not equally many. Correct the sharding plan."
             )
     return whole
 
