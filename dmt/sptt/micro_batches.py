@@ -25,7 +25,7 @@ from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import tree_flatten, tree_unflatten
-from dmt.collectives import check_agreement
+from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.group_sharded import Embeddings, join_rows, split_rows
@@ -170,15 +170,17 @@ class MicroBatches:
                 f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders first."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
-        parts = (part for root in (self._module, *(p.local_parts for p in self._sparse)) for part in root.modules())
-        norm = next((type(part).__name__ for part in parts if isinstance(part, _BatchNorm)), "")
         # Checked first: if only one rank raised below, the others would wait for it.
-        arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already, "norm": norm}
+        arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
             raise InputError(f"run_in_micro_batches: num_micro_batches={self._num} must be at least 1.")
         if runs_already:
             raise InputError(f"This {owner} already runs in micro-batches; call detach() on its handle first.")
+        parts = (part for root in (self._module, *(p.local_parts for p in self._sparse)) for part in root.modules())
+        norm = next((type(part).__name__ for part in parts if isinstance(part, _BatchNorm)), "")
+        # Of all ranks: each holds the modules of its own tower.
+        norm = max(gather_objects(norm, self._sparse[0].mesh.global_group))
         if norm and self._num > 1:
             raise InputError(f"{owner} holds a {norm}, which would normalize each micro-batch alone. Use LayerNorm.")
 

@@ -399,8 +399,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "micro-batches of a plain module": (lambda job: run_in_micro_batches(nn.Linear(2, 2)), "this Linear has no shard"),
     "micro-batches of ranks": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 2 * (1 - job.rank)),
                                "num_micro_batches is 2 on rank 0, but 0 on rank 1"),
-    "micro-batches of a batch norm": (lambda job: run_in_micro_batches(distribute(nn.Sequential(
-        FlatModel(make_tables([8, 8])), nn.BatchNorm1d(1)), flat_sharder(job.two))), "holds a BatchNorm1d, which"),
+    "micro-batches of a batch norm": (lambda job: run_in_micro_batches(distribute(towers_of([PassThrough(["f0"]),
+        nn.Sequential(nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two))), "TowerModel holds a BatchNorm1d, which"),
     "micro-batches twice": (micro_batches_twice, "This TowerModel already runs in micro-batches; call detach"),
     "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(flat_torchrec(
         make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())),
