@@ -197,7 +197,7 @@ class FeatureAffinity:
         return measure_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
     def significant(self) -> NDArray[np.float64]:
-        """Returns the [F, F] float64 matrix; for interactions, 0 on the diagonal and for gains that may be noise."""
+        """Returns the matrix; for interactions, 0 on the diagonal and for gains that their ``errors`` may explain."""
         if not self.is_interactions:
             return self.matrix
         gains = self.matrix * (1.0 - np.eye(self.num_features))
@@ -229,8 +229,8 @@ class FeatureAffinity:
         if sorted(order) != sorted(self.features):
             missing, unknown = sorted(set(position) - set(order)), sorted(set(order) - set(position))
             raise InputError(
-                f"FeatureAffinity: the order has {len(order)} names, but must name each of the {self.num_features} "
-                f"features once (missing: {missing[:5]}, unknown: {unknown[:5]}). Correct the order."
+                f"FeatureAffinity: the order or plan has {len(order)} names, but must name all {self.num_features} "
+                f"features once (missing: {missing[:5]}, unknown: {unknown[:5]}). Correct it, or use without()."
             )
         return self._taken([position[name] for name in order])
 
@@ -243,7 +243,7 @@ class FeatureAffinity:
             if len({feature in names for feature in table.feature_names}) > 1:
                 raise InputError(
                     f"FeatureAffinity: table {table.name!r} is shared by {list(table.feature_names)!s:.200}, of which "
-                    "only some are to be left out. Leave out all of them, or none."
+                    "only some are to be left out (rule 'outside' of a partition). Leave out all of them, or none."
                 )
         tables = tuple(table for table in self.tables if table.feature_names[0] not in names)
         triples = tuple(triple for triple in self.triples if set(names).isdisjoint(triple.features))

@@ -71,7 +71,7 @@ class TowerPartitioner:
     balance_ratio: Annotated[float, Field(strict=True, ge=1)] = 1.0
     """K of the paper: the largest tower has at most K times as many features as the smallest, or ceil(F / T) if that is
     more. Towers have n to K n features, rounded down, for the n that brings the middle of this range nearest to F / T;
-    a note says if features that stay together need a wider range. If K is infinite, any sizes are allowed."""
+    a note says if features that stay together need a wider range. Infinite K allows any. Each category counts alone."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of all random choices."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)

@@ -206,9 +206,9 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
     num_features, num_blocks = int(blocks.loads[0].sum()), len(blocks.names)
     if num_towers > num_blocks:
         what = "features" if num_features == num_blocks else "groups of features (of a shared table or rule 'together')"
-        where = f"category {category!r}: " if category else ""
+        name = f"towers_per_category[{category!r}]" if category else "num_towers"
         raise InputError(
-            f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, but every "
+            f"TowerPartitioner: {name}={num_towers} exceeds the {num_blocks} {what} to place, but every "
             "tower needs one. Use fewer towers, or write a plan that cuts tables (TowerPlan.column_splits)."
         )
     asked = size_bounds(num_features, num_towers, balance_ratio)

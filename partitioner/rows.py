@@ -36,7 +36,7 @@ class Column:
     lengths: NDArray[np.integer] | None
     """[R] number of values in each bag, at least one; None if every row has one value."""
     size: int
-    """V, the number of distinct values or cells."""
+    """V, the number of possible values or cells; some may not occur."""
 
     @cached_property
     def rows(self) -> NDArray[np.int64] | None:

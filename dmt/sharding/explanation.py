@@ -51,7 +51,7 @@ class RankLoad:
     averaged_bytes: float
     """Bytes that the rank sends to average the replicas, divided by the steps between two averages."""
     seconds: float
-    """Seconds per step, with the fixed costs of collectives."""
+    """Seconds per step, with the fixed costs of the collectives of its tower."""
 
     @property
     def needed(self) -> int:

@@ -84,8 +84,8 @@ class TowerShardingPlanner:
     def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
         """Plans every module of ``model`` that one of the sharders handles.
 
-        TorchRec's ``EmbeddingShardingPlanner`` plans the modules of TorchRec's sharders, such as
-        ``EmbeddingCollectionSharder`` for sequences of ids, over all ranks, without this planner's rules and rates.
+        `plan_by_torchrec` plans the modules of TorchRec's sharders, such as ``EmbeddingCollectionSharder``, over all
+        ranks: without this planner's rules, workload and rates, and as if they alone had all of ``memory_per_rank``.
 
         Args:
             model: the unsharded model.
@@ -124,7 +124,7 @@ class TowerShardingPlanner:
         """Returns the `TowerShardingPlan` behind `plan`, with reasons; modules of TorchRec's sharders are left out.
 
         Raises:
-            InputError: as `plan` does, except for those modules and ``device_type``.
+            InputError: as `plan` does, except for those modules.
         """
         return self._explain(_modules(model, sharders)[0], sharders)
 
@@ -166,7 +166,7 @@ def plan_by_torchrec(
         topology: the mesh sizes and hosts.
         constraints: constraints by table name; None: any scheme but data-parallel, for which TorchRec silently drops
             the fused optimizer of a table.
-        memory_per_rank: bytes for tables and their optimizer state; None: no limit.
+        memory_per_rank: bytes for tables, optimizer state, and ids and embeddings of a step; None: no limit.
         batch_size: samples per rank; None: TorchRec's default.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -190,7 +190,7 @@ def plan_by_torchrec(
         constraints=constraints,
         # TorchRec's own try a plan for each scheme of each table. These stop after 100 that are no better.
         proposer=[GridSearchProposer(), GreedyProposer(True, 100), GreedyProposer(False, 100), UniformProposer()],
-        # The limit counts only tables, so nothing is reserved.
+        # The limit is for tables and their lookups alone, so nothing is reserved.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
     # TorchRec warns about how its planner is called, and about every data-parallel table.

@@ -255,7 +255,7 @@ class Allowed(NamedTuple):
     placement: TablePlacement | None
     """The placement that the user gave, or None."""
     why: str
-    """Why the choice is limited, as the plan's reason quotes it; empty if it is not limited."""
+    """Why the choice is limited, as the plan's reason quotes it; empty if that quotes nothing."""
 
     def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
         """Returns a placement with the table's kernel."""

@@ -153,7 +153,7 @@ def test_categories_get_towers_in_proportion_to_their_features():
     [
         (2, {}, r"num_towers=2, but the categories need at least 3 .*'u': 4, 'i': 3, 'x': 1"),
         (9, {}, "num_towers=9, but the categories .* can fill at most 8 .*Give a number in that range"),
-        (6, {"towers_per_category": {"u": 1, "i": 4}}, "category 'i': num_towers=4 exceeds the 3 features"),
+        (6, {"towers_per_category": {"u": 1, "i": 4}}, r"towers_per_category\['i'\]=4 exceeds the 3 feat"),
         (6, {"towers_per_category": {"u": 1, "i": 2, "x": 1}}, "num_towers=6, but .* can fill at most 4"),
         (3, {"apart": [["i0", "i1"]]}, "category 'i': found no assignment .* to 1 towers .* must be apart"),
         (3, {"max_tower_bytes": 300}, r"category 'u': found no assignment .* bytes \(limit 300\)"),
