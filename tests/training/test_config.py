@@ -118,6 +118,7 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
         ({"kind": "criteo_tsv"}, "kind='criteo_tsv' needs train_path"),
         ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "does not fit kind='criteo_tsv' .hex ids"),
         ({"kind": "criteo_tsv", "train_path": "a", "split_column": "s"}, "split_column does not apply to kind='cri"),
+        ({"kind": "criteo_tsv", "train_path": "a", "csv_separator": ";"}, "csv_separator does not apply"),
         ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
         ({**COLUMNS, "eval_path": "b", "split_column": "s"}, "both select the evaluation rows"),
         ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps does not apply to kind='source'"),

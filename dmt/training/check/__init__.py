@@ -58,7 +58,7 @@ class CheckReport:
     rows: tuple[CheckRow, ...]
     """One row for each check."""
     reduced: tuple[str, ...]
-    """Settings that differ from those of the config, one clause each."""
+    """Sizes and settings that were made smaller or replaced (but not the device), one clause each."""
     notes: tuple[str, ...]
     """Warnings for the user."""
     ranks: int

@@ -51,7 +51,7 @@ class CheckedRun:
     folder: str
     """Folder for the expected results, which all ranks can read."""
     reduced: tuple[str, ...]
-    """Settings that differ from those of the config, one clause each."""
+    """Sizes and settings that were made smaller or replaced (but not the device), one clause each."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -65,9 +65,9 @@ class CheckedRun:
 
 
 def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
-    """Shrinks a run to the limits. Every table keeps its sharding scheme, and every tower its module.
+    """Shrinks a run to the limits. In the tower dataflow every table keeps its sharding scheme, every tower its module.
 
-    The shrunk run pins the schemes of ``job``'s sharding plan, which was made for the full size and the config's memory
+    The shrunk run then pins the schemes of ``job``'s plan, which was made for the full size and the config's memory
     limit. If towers keep their number of ranks, every shard keeps its ranks. Expected results go to ``folder``.
 
     Raises `InputError` if the shrunk tables cannot be placed.

@@ -433,8 +433,8 @@ def load(
 
     If a table is split differently than in the checkpoint, a shard's row-wise state becomes the mean over its columns.
     If the factor c of a table's moments has changed, the moment v is multiplied by c / c_saved, which keeps the size of
-    a step (2D sparse parallelism, Algorithm 1, line 6). Random number generators are restored if the number of ranks is
-    unchanged. After an error, create a new model and optimizer: they may be partly loaded.
+    a step (2D sparse parallelism, Algorithm 1, line 6). With a mesh of as many ranks as saved, random number generators
+    are restored. After an error, create a new model and optimizer: they may be partly loaded.
 
     Args:
         folder: a checkpoint that `newest` or `verify` has verified.

@@ -76,7 +76,7 @@ class ClickData:
         self.columns: Columns
         """Columns of the rows, in the order in which a batch has them."""
         self.raw: DataConfig = config
-        """Settings that convert raw rows to these rows, without globs; ``config`` if there are no raw rows."""
+        """Settings that convert raw rows to these rows, without globs; ``config`` if no such settings are known."""
         self.source: SourceRows | None = None
         """Rows of the user's function, with ``data.source``; None for other kinds of data."""
         self.notes = ""
@@ -175,8 +175,8 @@ class ClickData:
         """Returns an iterator over one rank's batches of an epoch, or of the rest of an epoch.
 
         Every rank gets equally many batches of B rows. Rows of files and synthetic clicks are dealt to V lanes;
-        training drops the last rows of a lane that fill no global batch. With a user's function, all ranks stop with
-        the one that has the fewest full batches. Evaluation pads its last batches with rows of weight 0, not counted.
+        training drops the last rows of the epoch that fill no global batch. With a user's function, training stops with
+        the rank that has the fewest full batches. Evaluation uses all rows, and pads batches with rows of weight 0.
 
         With B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any other number of
         ranks each remaining row of the epoch is used at most once.
@@ -189,7 +189,7 @@ class ClickData:
             epoch: number of the epoch, from 0. Each epoch shuffles the training rows of files again.
             rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
                 than a global batch are left.
-            lanes: V, the number of ranks on which the run began; None: W.
+            lanes: V, the number of ranks on which the run began; None: W, as always in evaluation.
             group: the W ranks. With a user's function they agree on the last batch, so iterating is collective; None:
                 this rank's function alone decides.
 

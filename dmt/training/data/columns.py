@@ -249,8 +249,8 @@ def tables_of(
 ) -> list[TableSpec]:
     """Returns a table ``t_<name>`` for each of ``data.shared_tables``, and ``t_<feature>`` for each other feature.
 
-    A sequence is in the table of its target. ``embedding_dims`` overrides ``embedding_dim`` by feature; all tables have
-    the number format ``data_type``. Dots in a name are percent-encoded, as PyTorch forbids them in names of modules.
+    A sequence is in the table of its target. ``embedding_dims`` overrides ``embedding_dim`` by feature or pattern; the
+    number format is ``data_type``. Dots in a name are percent-encoded, as PyTorch forbids them in names of modules.
 
     Raises:
         InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers

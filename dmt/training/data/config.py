@@ -174,7 +174,7 @@ class DataConfig(Section):
         given = [name for name, value in self if value != getattr(defaults, name)]
         meaningless = {
             "synthetic": (*files, *rest, *tables[:2], "group_by", "dense_transform", "max_length"),
-            "criteo_tsv": (*rest, "split_column", "multi_hot", "timestamps", "sequences", "max_length"),
+            "criteo_tsv": (*rest, *files[3:], "multi_hot", "sequences", "max_length"),
             "source": (*files, "prepared", "group_by", "vocabulary"),
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)
@@ -209,7 +209,7 @@ def with_files(config: DataConfig, path: str) -> DataConfig:
     if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     if config.kind == "prepared":
-        raise InputError(f"data.prepared={config.prepared!r}: its manifest lacks `raw`, which --data needs. Omit it.")
+        raise InputError(f"data.prepared={config.prepared!r}: its manifest lacks `raw`, needed by --data. Omit --data.")
     changes = {"train_path": path, "eval_path": None, "source": None, "prepared": None, "options": dict[str, Any]()}
     return config.model_copy(update={**changes, "kind": "columns" if config.kind == "source" else config.kind})
 

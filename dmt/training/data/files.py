@@ -140,8 +140,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     begin with ``setting``, the key of the configuration.
 
     Raises:
-        InputError: no file matches, no file has a known ending, ``value`` cannot be read or is a prepared folder; or
-            see `matching_files`.
+        InputError: see `matching_files`; or no file matches or has a known ending, or ``value`` is a prepared folder.
 
     Example:
         >>> import tempfile
@@ -154,9 +153,11 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         raise InputError(f"{setting}={value!r} is a folder that `dmt prepare` wrote. Set data.prepared to this folder.")
     try:
         files = matching_files(value)
-        known = [file for file in files if file.endswith(_ENDINGS)] if columns else files
+    except InputError as error:
+        raise InputError(f"{setting}: {error}") from error
     except (OSError, ValueError) as error:  # such as a name that is too long
         raise InputError(f"{setting}={value!r} cannot be read ({error}). Check the path and permissions.") from error
+    known = [file for file in files if file.endswith(_ENDINGS)] if columns else files
     if not known and files:
         raise InputError(f"{setting}: {files[0]} has an unknown ending. Give files that end in {', '.join(_ENDINGS)}.")
     if not known:

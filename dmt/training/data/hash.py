@@ -29,7 +29,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     """Maps category values to table rows: missing -> 0, any other -> 1 + hash mod (rows - 1).
 
     Args:
-        values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
+        values: text (empty: null), integers, booleans or whole floats (NaN: missing), [n]; may be dictionary-encoded.
         feature: name that salts the hash (`Feature.table`), so that different values collide for each name.
         num_embeddings: number of rows of the table; with one row, every value gets row 0.
 

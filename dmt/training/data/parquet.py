@@ -49,11 +49,11 @@ class ParquetRows:
         """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
     def read(self, number: int) -> pa.Table:
-        """Reads row group ``number`` (an index into `sizes`): the columns of the manifest, and `REQUEST` if present.
+        """Reads row group ``number`` (index in `sizes`): the manifest's columns, cast to its types, and any `REQUEST`.
 
         Raises:
-            InputError: the row group cannot be read, its file has changed since the footer was read, a value is missing
-                or of another type, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
+            InputError: the row group cannot be read, its file has changed since its footer was read, a value is missing
+                or cannot be cast, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
         """
         file, version, footer, group = self._groups[number]
         # A memory map would be slower here when it is read for the first time.

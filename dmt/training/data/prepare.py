@@ -1,8 +1,8 @@
 """`prepare` turns raw rows into a folder of Parquet files with ids in place of values, as ``dmt prepare`` does.
 
-With ``data.id_mode = "frequency"`` it first writes rows with hashes of their values and counts the hashes. Then it
-writes rows with ids: 0 for a missing value, 1 for a rare or unknown value, others by frequency
-(`dmt.training.data.hash.Vocabulary`).
+With ``data.id_mode = "frequency"`` it first writes rows with hashes of their values, and counts the hashes unless there
+is a ``data.vocabulary``. Then it writes rows with ids: 0 for a missing value, 1 for a rare or unknown value, others by
+frequency (`dmt.training.data.hash.Vocabulary`).
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(known ^ given):
-        remedy = "Set data.categorical and data.shared_tables as for that folder."
+        remedy = "Set data.categorical, timestamps, sequences and shared_tables as for that folder."
         raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. {remedy}")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if size_and_crc(file)[1] != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):

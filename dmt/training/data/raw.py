@@ -301,7 +301,7 @@ def _json_sql(schema: pa.Schema, used: Sequence[str], texts: pa.StringArray) -> 
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """Returns a new in-memory DuckDB connection within the given limits that reads times without a zone as UTC."""
+    """Returns a new in-memory DuckDB that reads times without a zone as UTC; `InputError` for over 1e6 GiB or NaN."""
     if not memory_gib <= 1e6:  # true of NaN, too, which click lets pass
         raise InputError(f"--memory-gib {memory_gib} must be a number of at most 1e6. Give the GiB to use.")
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})

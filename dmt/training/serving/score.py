@@ -53,8 +53,7 @@ def score(
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
-        data_path: raw files with the run's columns (the label may be absent): a file, folder or glob.
-            None: the run's own evaluation rows.
+        data_path: raw files with the run's columns (label optional): a file, folder or glob; None: its evaluation rows.
         batch_size: number of rows in a batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
@@ -128,7 +127,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         inputs = [*manifest["dense"], *(feature["name"] for feature in manifest["features"])]
         known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
         if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):
-            raise InputError(f"data.prepared={prepared!r} is not as it was when {model} was exported. Give --data.")
+            raise InputError(f"data.prepared={prepared!r} changed after {model} was exported. Undo it or give --data.")
         return partial(_run, model, program), data
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:

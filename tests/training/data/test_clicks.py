@@ -27,7 +27,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData, prefetched
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.deal import Deal, Span, rank_batch
-from dmt.training.data.files import matching_files
+from dmt.training.data.files import expand_path, matching_files
 from dmt.training.data.hash import hash_rows
 from dmt.training.data.prepare import prepare
 
@@ -421,5 +421,5 @@ def test_folders_that_spark_writes_are_read(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):
         matching_files(str(tmp_path / "day.parquet"))
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"gone.parquet .* is a broken link"):
-        matching_files(f"{tmp_path}/g*.parquet")
+    with pytest.raises(InputError, match=r"^--data: .*gone.parquet .* is a broken link. Repair or remove the link.$"):
+        expand_path("--data", f"{tmp_path}/g*.parquet", columns=True)

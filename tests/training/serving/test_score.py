@@ -133,7 +133,7 @@ def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     record = json.loads(manifest.read_text())
     for change in ({"raw": record["raw"] | {"id_mode": "index"}}, {"features": record["features"][::-1]}):
         manifest.write_text(json.dumps(record | change))
-        with pytest.raises(InputError, match=r"data\.prepared='.*ready' is not as it was when .*model\.pt2 was exp"):
+        with pytest.raises(InputError, match=r"data\.prepared='.*ready' changed after .*model\.pt2 was exported"):
             scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")
 
 
