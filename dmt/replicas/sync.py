@@ -134,7 +134,7 @@ class ReplicaSync:
         if self._steps % self.interval == 0:
             self._average()
             # The mean of delayed states is adopted only at the next sync.
-            self._set_drifted(self.delays_states)
+            self._set_drifted(self.delays_states and self._mesh.topology.num_replicas > 1)
 
     def sync(self) -> None:
         """Averages weights and states now: all replicas are equal afterwards. Collective over the replicas.

@@ -37,8 +37,8 @@ StartMean = Callable[[Tensor], Callable[[], None]]
 class GroupShardedEBC(OpenShardedEBC, GroupSharded):
     """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with these fixes.
 
-    - `DataParallelTables` replaces DDP for data-parallel tables, whose first weights come from the group's first rank
-      (TorchRec broadcasts from global rank 0, which may not be in the group).
+    - `DataParallelTables` replaces DDP for data-parallel tables, whose first weights come from the first rank of
+      ``data_parallel_group`` (TorchRec broadcasts from global rank 0, which may not be in it).
     - Mean pooling of row-wise tables divides those tables only. TorchRec divides every table of the collection by the
       lengths of its bags (plus 1e-6), tables of other schemes a second time, and fails on a rank without samples.
     - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
