@@ -48,7 +48,7 @@ class CheckRow:
     allowed: float | None = None
     """Allowed difference in that comparison."""
     where: str = ""
-    """What differs (tables, parameters, logits or losses), with rank and step of the worst; empty if all agree."""
+    """What differs, with rank and step of the worst, or that nothing was compared; empty if all agree."""
 
 
 @dataclass(frozen=True, kw_only=True)

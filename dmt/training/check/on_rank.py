@@ -59,7 +59,7 @@ class Finding:
     allowed: float
     """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""
-    """Rank and step of the comparison; for copies, the ranks that differ, if any."""
+    """Rank and, in training, step of the comparison; for copies, the ranks that differ, if any."""
 
     @property
     def agrees(self) -> bool:

@@ -74,7 +74,7 @@ class Block:
     fault: str = ""
     """SQL ``WHEN`` clauses for rows that cannot be read. Their value: the column (or empty), `_CUT`, and the reason."""
     keys: str = ""
-    """SQL expression of the names of all columns of a row, of the used ones or not; empty if all rows have the same."""
+    """SQL expression of the names of all columns of a row, also unused ones; empty if all rows have the same."""
     first: int = 1
     """Number of the first row's line (in Parquet and batches, of the first row), from 1."""
     share: float = 1.0

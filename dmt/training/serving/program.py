@@ -112,7 +112,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Returns float32 embeddings.
+        """Returns the float32 embeddings of ``features``, the ids of B samples by feature.
 
         For bags, a ``KeyedTensor`` [B, sum of N]; for sequences, a dict from embedding name to ``JaggedTensor`` with
         values [n, N].
