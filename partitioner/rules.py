@@ -35,8 +35,8 @@ class PartitionRules(BaseModel):
         >>> rules.for_features(["age", "user_id", "shop"])
         Traceback (most recent call last):
         ...
-        dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features. \
-Correct or drop it.
+        dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features \
+to place. Correct or drop it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
@@ -120,8 +120,8 @@ def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tu
         glob = pattern.replace("[", "[[]")
         if not (names := {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}):
             raise InputError(
-                f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
-                f"{did_you_mean(pattern, features)} Correct or drop it."
+                f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features"
+                f"{'.' if where == 'outside' else ' to place.'}{did_you_mean(pattern, features)} Correct or drop it."
             )
         matched |= names
     return tuple(name for name in features if name in matched)

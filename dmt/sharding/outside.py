@@ -55,7 +55,7 @@ class CrossingCosts:
 
     topology: TowerTopology
     workload: StepWorkload
-    """Batch size and ids per sample."""
+    """Batch size and ids per sample; for the memory limit of `choose_outside` also the optimizer, for its state."""
     sent: float | None = None
     """How many fewer numbers a tower sends per sample for each feature moved outside; None: its table's columns."""
     number_bytes: tuple[float, float] = (4.0, 4.0)

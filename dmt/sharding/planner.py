@@ -47,7 +47,7 @@ class TowerShardingPlanner:
     Args:
         topology: the mesh sizes.
         scheme: a scheme of `SCHEMES`, or several to choose from, for every table that supports one; ``"auto"``: all.
-            A table that supports none of them is table_wise.
+            A table that supports none of them is table_wise; schemes that no table supports are refused.
         pinned: decisions for single tables, by name or pattern: a scheme, a kernel of TorchRec
             (`dmt.sharding.schemes.Kernel`), or a `TablePlacement`, which has both.
         hot_rows: True if the model will have `dmt.HotRows`: then only tables pinned to column_wise are cut by columns.

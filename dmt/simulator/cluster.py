@@ -112,7 +112,7 @@ class Cluster:
             InputError: ``gbit_per_s`` is not a finite number above 0.
         """
         if not 0 < gbit_per_s < math.inf:
-            raise InputError(f"--uplink-gbit-per-s {gbit_per_s:g} must be a finite number above 0.")
+            raise InputError(f"gbit_per_s={gbit_per_s:g} (--uplink-gbit-per-s) must be a finite number above 0.")
         rates: dict[str, Any] = {
             kind: replace(self.rates(kind), uplink_bytes_per_s=gbit_per_s * 1e9 / 8)
             for kind in get_args(CollectiveKind)

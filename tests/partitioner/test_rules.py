@@ -67,7 +67,7 @@ def test_wrong_rules_are_refused_when_they_are_made(rules, message):
     [
         ({"together": [["user_id", "item_idd"]]}, "together has 'item_idd', which matches none of the 5 .*'item_id'"),
         ({"outside": ["hours"]}, "outside has 'hours', which matches none of the 5 .*'hour'"),
-        ({"outside": ["hour"], "together": [["hour"]]}, "together has 'hour', which matches none of the 4 features"),
+        ({"outside": ["hour"], "together": [["hour"]]}, "has 'hour', which matches none of the 4 features to place"),
         ({"outside": ["*"]}, "Partition rules: outside names all 5 features"),
         ({"apart": [["shop*"]]}, r"apart has 'shop\*', which matches none of the 5 features"),
         ({"categories": {"user": ["user*"], "item": ["it?"]}}, r"category 'item' has 'it\?', which matches none"),

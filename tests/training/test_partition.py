@@ -192,7 +192,7 @@ def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch:
     asked = ["--checkpoint", tmp_path / "run", "--rules", tmp_path / "rules.toml", "--out", tmp_path / "t.json"]
     result = partition(*asked, "--towers", 2)
     assert result.exit_code == 2, result.output
-    assert "together has 'C22', which matches none of the 6 features. Did" in " ".join(result.output.split())
+    assert "together has 'C22', which matches none of the 6 features to place. Did" in " ".join(result.output.split())
 
 
 # Which rows of a run are measured.

@@ -332,7 +332,7 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
             [*SHAPE, "topology.num_replicas=3", "topology.ranks_per_host=32", "--cluster", "a100"],
             "=32 must divide the 48 ranks",
         ),
-        ([*SHAPE, "--cluster", "a100", "--uplink-gbit-per-s", "0"], "s 0 must be a finite number above 0"),
+        ([*SHAPE, "--cluster", "a100", "--uplink-gbit-per-s", "0"], "s=0 (--uplink-gbit-per-s) must be a finite"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(arguments: list[str], reason: str) -> None:
