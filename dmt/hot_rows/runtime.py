@@ -103,7 +103,7 @@ class HotRows:
         check_instance("mesh", mesh, TowerMesh)
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every}
         check_agreement("HotRows", arguments, mesh.global_group)
-        if not 0 < extra_memory <= 1:
+        if not isinstance(extra_memory, int | float) or not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0 and at most 1.")
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise InputError(

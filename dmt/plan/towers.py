@@ -30,7 +30,7 @@ class TowerFeatures:
     name: str
     """Unique name, by default ``tower_<index>``."""
     features: tuple[str, ...]
-    """The features whose tables live in this tower; their order is the order of the tower's inputs."""
+    """The features whose tables live in this tower, in the order in which `dmt.models` gives them to its module."""
 
 
 @dataclass(frozen=True, kw_only=True)
