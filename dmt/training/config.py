@@ -129,7 +129,7 @@ class TowersConfig(Section):
     the same number of bytes (for flat models, whose results no plan changes)."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
-    ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm`` their tables
+    ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm*`` their tables
     have ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
     @field_validator("outside", mode="before")
@@ -208,8 +208,8 @@ class HotRowsConfig(Section):
     """Copies of the most frequently read rows on every rank of a flat model in the tower dataflow (OPER)."""
 
     extra_memory: Float = Field(default=0.0, ge=0, le=1)
-    """Limit on the bytes of a rank's copies, as a share of the weights of all tables; 0: no copies. Only rows that save
-    bytes between hosts are copied."""
+    """Limit on the weights in a rank's copies, as a share of those of all tables; gradients take as much again. 0: no
+    copies. Only rows that save bytes between hosts are copied."""
     refresh_every: Int = Field(default=1000, ge=1)
     """Choose the rows again every N steps; the first choice is after 100 steps at the latest."""
 

@@ -119,8 +119,8 @@ def process_group(load: Callable[[], TrainingConfig]) -> Iterator[tuple[Training
     Each rank calls ``load`` for its config. Sets PyTorch's number of threads to ``OMP_NUM_THREADS``, by default 1.
 
     Raises:
-        InputError: torchrun did not start this process; or, on every rank: a rank's ``load`` raises it, torchrun
-            started another number of ranks than a topology has, a rank has no device, or ranks cannot connect.
+        InputError: torchrun did not start this process, or it cannot connect to other ranks; or, on every rank: a
+            rank's ``load`` raises it, a topology has another number of ranks than started, or a rank has no device.
     """
     if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise InputError(

@@ -86,7 +86,7 @@ class ClickMetrics:
         negatives, positives = sums[:_BINS], sums[_BINS : 2 * _BINS]
         loss, positive, rows, not_finite = sums[2 * _BINS :].tolist()
         if not rows:
-            raise InputError("There are no rows to evaluate. Check data.eval_path, split_column and eval_fraction.")
+            raise InputError("There is no row to evaluate. Check data.eval_path, split_column, eval_fraction, source.")
         if not_finite:
             raise InputError(
                 "The model predicts NaN or infinity: training has diverged. Lower optimizer.sparse_lr or "

@@ -243,7 +243,7 @@ def compare_hosts(topology: TowerTopology, machines: Sequence[str]) -> str:
     size = len(held[0])
     remedy = "Start equal numbers of ranks on all machines, with consecutive ranks on each, as torchrun does."
     if held == [list(range(first, first + size)) for first in range(0, len(machines), size)]:
-        remedy = f"Set topology.ranks_per_host={size}."
+        remedy = f"Set topology.ranks_per_host={size}. For dmt bench-comms, start one torchrun on each machine."
     found, expected = (shorten([str(ranks) for ranks in groups], ", ") for groups in (held, topology.host_groups()))
     return (
         f"The machines of the job hold ranks {found}, but the hosts of the topology {expected}, so data take other "

@@ -186,7 +186,7 @@ def restore_run(
     """Restores model, optimizer and replicas from the checkpoint that a run starts from, if there is one; collective.
 
     Random generators and the user's source are restored, too, if the checkpoint is the run's own and the number of
-    ranks is unchanged. Learning rates follow the config at that step, even if the checkpoint's run had others.
+    ranks is unchanged. Learning rates are the config's at the step where the run starts, 0 after another run's.
 
     Raises:
         InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.

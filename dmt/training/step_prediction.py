@@ -168,7 +168,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
         "sharding.unique=true": sharding.unique and config.model.has_towers,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "tables in host memory": sharding.is_off_device,
-        f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
+        f"extra time for optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
     }
     return [what for what, is_set in ignored.items() if is_set]
 
@@ -195,7 +195,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     A tower is a host (several hosts if there are more hosts than tables). Tables are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
     Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
-    An own model (``model.factory``) keeps its form, so one in towers has none. Nor have tables of several widths.
+    There are none for an own model (``model.factory``) in towers, or a shipped model with tables of several widths.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.

@@ -169,7 +169,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if not is_saved:
         raise InputError(
             f"The model was trained, but its last checkpoint could not be saved to {folder} (see the warning above). "
-            "Remove the cause, such as a full disk, and run the same command again: it resumes from the one before."
+            "Remove the cause, such as a full disk, and run this command again: it resumes from the one before, if any."
         )
     return result
 

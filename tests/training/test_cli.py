@@ -68,7 +68,8 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
 
 def test_a_demo_keeps_the_checkpoints_of_other_runs(tmp_path: Path) -> None:
     saved = make_checkpoint(tmp_path / "dlrm" / "checkpoint", 5, {})
-    assert "would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path)).output
+    own = ["data.source=tests.training.data.test_source:rows", 'data.categorical=["c", "n"]', 'data.dense=["d"]']
+    assert "would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path), *own).output
     assert saved.exists()
 
 

@@ -14,8 +14,7 @@ GOOD = {
     "torchrec": "1.8.0",
     "fbgemm-gpu-cpu": "1.8.0",
     **dict.fromkeys(["torchmetrics", "tensordict", "pyre-extensions", "tqdm", "pydantic", "pyarrow", "pandas"], "1"),
-    "tomli-w": "1",
-    "jinja2": "1",
+    **dict.fromkeys(["duckdb", "jinja2", "tomli-w"], "1"),
 }
 
 
@@ -47,7 +46,7 @@ def test_a_good_installation_needs_nothing() -> None:
         ({"fbgemm-gpu-cpu": "1.7.0"}, False, "fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0"),
         ({"fbgemm-gpu": "1.8.0"}, False, "fbgemm-gpu-cpu", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install"),
         ({}, True, "fbgemm-gpu", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install fbgemm-gpu==1.8.0"),
-        ({"tensordict": None}, False, "tensordict", "pip install tensordict"),
+        ({"duckdb": None}, False, "duckdb", "pip install duckdb"),
         ({"torchmetrics": None}, False, "torchmetrics", "pip install torchmetrics==1.0.3"),
     ],
 )

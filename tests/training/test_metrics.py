@@ -90,7 +90,7 @@ def test_ranks_agree_on_the_values_of_the_union_of_their_rows() -> None:
     assert (one_label.num_rows, one_label.label_rate, math.isfinite(one_label.loss)) == (3, 0.0, True)
     assert diverged.startswith("The model predicts NaN or infinity: training has diverged. Lower optimizer.")
     assert isinstance(of_padding, MetricValues), "NaN in a row that only fills up must not count"
-    assert nothing.startswith("There are no rows to evaluate. Check data.eval_path")
+    assert nothing.startswith("There is no row to evaluate. Check data.eval_path")
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(-3.5, 1.0), (-9.0, 0.5), (0.0, 0.02), (0.0, 100.0)])

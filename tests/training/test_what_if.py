@@ -255,7 +255,7 @@ def test_a_model_of_tables_of_several_widths_is_predicted_as_it_is(pairs: str, t
         (
             ["train.micro_batches=4", "sharding.scheme=row_wise", "optimizer.sparse=adam"],
             2,
-            ["the state of optimizer.sparse='adam'"],
+            ["extra time for optimizer.sparse='adam'"],
         ),
         (["sharding.unique=true", "sharding.forward_precision=fp16"], 2, ["sharding.unique=true"]),
         (["topology.num_replicas=2", "replicas.moment_scale=2", "sharding.tables.t_C1=row_wise"], 4, []),

@@ -62,8 +62,8 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
         )
     job = open_job(first)
     checked_model(job)
-    rows = job.data.num_rows("train") or 0
-    shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]
+    rows = job.data.num_rows("train")
+    shared = [*settings, *([] if data is None or rows is None else step_settings(rows, ranks)), *overrides]
     check_rows(load_config("demo", shared), ranks, rows)
 
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
@@ -96,7 +96,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             towers_page.with_name("affinity.png"),
             plot_curves({name: out / name for name in runs}, out / "curves.png"),
         ),
-        data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
+        data_description=data or first.data.source or "synthetic clicks in Criteo's shape with planted feature groups",
         notes=[
             *partition.notes,
             *(f"{n}: {text}" for n, run in runs.items() for text in quality_warnings(run["eval_auc"], run["eval_ne"])),

@@ -28,7 +28,7 @@ _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 # What TorchRec, which is installed without its dependencies, and the trainer need.
 _NEEDS = (
     *("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm"),
-    *("pydantic", "pyarrow", "pandas", "tomli-w", "jinja2"),
+    *("pydantic", "pyarrow", "duckdb", "pandas", "tomli-w", "jinja2"),
 )
 
 
