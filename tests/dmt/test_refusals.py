@@ -409,7 +409,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot pair": (lambda job: hot(job, replace(FLAT, plan=((0, 1), (3, 2)), collections=2)), "has 2. Merge several"),
     "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
-    **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{value!r} must be")
+    **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value!r} mu")
        for name, value in (("extra_memory", 0), ("extra_memory", "0.1"), ("refresh_every", 0), ("refresh_every", 2.5))},
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
