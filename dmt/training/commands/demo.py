@@ -39,7 +39,7 @@ _CONFIG = "run.toml"  # in the folder of each of a demo's runs
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
-    ``data`` is a file of clicks (see `demo_settings`), or None for the built-in generator. All files are written into
+    ``data`` names clicks (see `demo_settings`); None: ``overrides`` name rows, or else they are generated. Files go to
     ``out``, where checkpoints of an earlier demo are deleted. ``overrides`` apply to both runs, except that keys of the
     tower dataflow apply to the second only. The plan of the towers and the reports show ``command``.
 
@@ -62,6 +62,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
         )
     job = open_job(first)
     checked_model(job)
+    given = data or first.data.source or first.data.prepared or first.data.train_path
     rows = job.data.num_rows("train")
     shared = [*settings, *([] if data is None or rows is None else step_settings(rows, ranks)), *overrides]
     check_rows(load_config("demo", shared), ranks, rows)
@@ -70,8 +71,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     for folder in (out / flat_arch, out / arch):
         if checkpoints(folder / "checkpoint") and not (folder / _CONFIG).exists():
             raise InputError(
-                f"--out {str(out)!r}: the demo would delete the checkpoints of another run, in {folder}. Name another "
-                "folder."
+                f"--out {str(out)!r}: the demo would delete the checkpoints of another run, in {folder}. Name another."
             )
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     runs = {flat_arch: train_here(out / flat_arch, [*flat_settings(shared), f"model.arch={flat_arch}"])}
@@ -96,7 +96,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             towers_page.with_name("affinity.png"),
             plot_curves({name: out / name for name in runs}, out / "curves.png"),
         ),
-        data_description=data or first.data.source or "synthetic clicks in Criteo's shape with planted feature groups",
+        data_description=given or "synthetic clicks in Criteo's shape with planted feature groups",
         notes=[
             *partition.notes,
             *(f"{n}: {text}" for n, run in runs.items() for text in quality_warnings(run["eval_auc"], run["eval_ne"])),
