@@ -80,7 +80,8 @@ def test_overrides(override: str, read: Any, value: Any, monkeypatch: pytest.Mon
         ("train.batch_size=true", r"train\.batch_size: Input should be a valid integer \(got True\)"),
         ("optimizer.dense_lr=true", r"optimizer\.dense_lr: Input should be a valid number \(got True\)"),
         ("model.dense_arch=[8, true]", r"model\.dense_arch\.1: Input should be a valid integer \(got True\)"),
-        ("train.output_dir=$NOWHERE/out", r"'\$NOWHERE/out' names an environment variable that is not set"),
+        ("train.output_dir=$NOWHERE/out", r"'\$NOWHERE/out' is empty, or names an environment variable that is not"),
+        ("train.output_dir=$EMPTY_OF_TEST", r"train\.output_dir: '\$EMPTY_OF_TEST' is empty, or names"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"='flat' cannot train a multi-tower model, but model\.arch='dmt-dlrm' is one"),
@@ -92,7 +93,8 @@ def test_overrides(override: str, read: Any, value: Any, monkeypatch: pytest.Mon
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
     ],
 )
-def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> None:
+def test_a_wrong_override_is_told_where_and_why(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMPTY_OF_TEST", "")
     with pytest.raises(InputError, match=message):
         load_config("demo", [override])
 

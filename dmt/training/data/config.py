@@ -40,12 +40,12 @@ Float = Annotated[float, Strict()]
 def _expand(path: str) -> str:
     """Replaces ``~`` and environment variables as a shell does; raises `InputError` for a variable that is not set."""
     found = os.path.expanduser(os.path.expandvars(path))
-    if re.search(r"\$[{\w]", found):
-        raise InputError(f"{path!r} names an environment variable that is not set. Set it, or write out the path")
+    if not found or re.search(r"\$[{\w]", found):
+        raise InputError(f"{path!r} is empty, or names an environment variable that is not set. Write out the path")
     return found
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_expand)]
+PathText = Annotated[str, AfterValidator(_expand)]
 
 
 class Section(BaseModel):
