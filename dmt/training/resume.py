@@ -119,7 +119,7 @@ def starting_folder(config: TrainingConfig) -> Path:
     Raises `InputError` if ``train.resume`` names a folder without a checkpoint, or a checkpoint of this run.
     """
     own_folder, wanted = checkpoint_folder(config), config.train.resume
-    if own_folder.resolve() in Path(wanted).resolve().parents:
+    if wanted != "auto" and own_folder.resolve() in Path(wanted).resolve().parents:
         raise InputError(
             f"train.resume={wanted!r} is a checkpoint of this run, which resumes from its newest. To go back, "
             "delete the later ones and leave train.resume out, or give another train.output_dir."

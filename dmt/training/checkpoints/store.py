@@ -255,7 +255,7 @@ class Checkpointer:
         self._pending: Future[str | None] | None = None
         prepare = partial(prepare_folder, self._folder) if self._leads else str
         mark = self._folder / run_on_all_or_raise(prepare, mesh.global_group)[ranks[0]]
-        sees = gather_objects(mark.exists(), mesh.global_group)
+        sees = run_on_all_or_raise(mark.exists, mesh.global_group)  # raises without permission
         if self._leads:
             mark.rmdir()
         if unseen := [f"rank {rank}" for rank, is_seen in enumerate(sees) if not is_seen]:
