@@ -36,8 +36,8 @@ _OF_INTERACTIONS = ("together", "apart")
 RANDOM_ASSIGNMENTS = 100
 # Limits on the number of shuffled matrices, and on the blocks of all of them, whose searches then take some 0.1 s.
 LEAST_SHUFFLES, MOST_SHUFFLES, SHUFFLED_BLOCKS = 4, 100, 1200
-# Dimensions of random vectors. In fewer, their lengths differ more than those of embeddings; in many, none are alike.
-WIDTH = 16
+# Dimensions of random vectors where the width of the tables is unknown; with more, noise seldom has groups.
+LIKELY_WIDTH = 16
 
 
 @dataclass(kw_only=True)
@@ -306,6 +306,7 @@ def _chance(answers: Sequence[_Answer], measure: FeatureAffinity, strategy: str,
 
     rng, count = np.random.default_rng(seed), SHUFFLED_BLOCKS // sum(len(answer.labels) for answer in answers)
     count = max(LEAST_SHUFFLES, min(MOST_SHUFFLES, count))
+    width = measure.tables[0].embedding_dim if measure.tables else LIKELY_WIDTH
     # [2 + count, 2] sum over pairs inside towers and their number: of the answer, of a short search, of shuffled ones
     sums = np.zeros((2 + count, 2))
     for answer in answers:
@@ -314,7 +315,7 @@ def _chance(answers: Sequence[_Answer], measure: FeatureAffinity, strategy: str,
         weights, dealt = np.triu(np.outer(bounds.weights, bounds.weights), k=1), squareform(matrix, checks=False)
         for number, row in enumerate(sums):
             if number > 1:
-                vectors = rng.standard_normal((len(matrix), WIDTH))
+                vectors = rng.standard_normal((len(matrix), width))
                 dealt[np.argsort(squareform(np.abs(vectors @ vectors.T), checks=False))] = np.sort(dealt)
                 matrix = squareform(dealt)
             if number:
