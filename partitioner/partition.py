@@ -28,8 +28,8 @@ __all__ = [
 
 Labels = NDArray[np.int64]
 
-# Less than the 1 of 100 that the verdict names: of untrained tables with skewed ids, 2 of 100 are below 0.002.
-LEAST_CHANCE = 0.0005
+# Less than the 1 of 100 that the verdict names: of untrained tables with skewed ids, 3 of 100 are below 0.01.
+LEAST_CHANCE = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
