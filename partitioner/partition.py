@@ -6,6 +6,7 @@ Legend: F features, T towers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,14 +23,17 @@ __all__ = [
     "compare_towers",
     "judge_balance",
     "judge_meaning",
+    "luck_bound",
     "tower_affinity",
     "tower_loads",
 ]
 
 Labels = NDArray[np.int64]
 
-# Less than the 1 of 100 that the verdict names: of untrained tables with skewed ids, 3 of 100 are below 0.01.
-LEAST_CHANCE = 0.002
+_AIMS = {
+    "coherent": ("features with similar embeddings", 1.0),
+    "diverse": ("features with dissimilar embeddings", -1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +71,6 @@ class Comparison:
     """Mean of ``within`` over random assignments of the same blocks under the same rules and limits."""
     std_random: float | None
     """Standard deviation over these assignments."""
-    chance: float | None = None
-    """Probability that a search finds such towers if affinities are dealt to the pairs of blocks at random; None for
-    interactions, or if no two blocks share a tower."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,30 +160,59 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
     return np.array([tower_of[name] for name in names])
 
 
+def luck_bound(partition: Partition) -> float:
+    """Returns how far from the mean of random assignments the mean affinity inside towers may be by luck alone.
+
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. There are N ways to
+    deal the blocks into towers of these sizes, category by category. If affinities are independent of one another, the
+    n pairs inside the towers of each assignment are a random sample of all pairs, which are x above their mean. So for
+    any h > 0, the best sample's mean is (log(mean of exp(h x)) + ln(100 N) / n) / h above it for fewer than 1 of 100
+    matrices (Chernoff's bound, also for samples without replacement: Hoeffding, 1963). For ``diverse``, x is below it.
+    """
+    loads, categories = partition.loads, dict.fromkeys(load.category for load in partition.loads)
+    ways = [_log_ways([load.num_blocks for load in loads if load.category == name]) for name in categories]
+    rare = (sum(ways) + math.log(100.0)) / max(sum(math.comb(load.num_features, 2) for load in loads), 1)
+    pairs = partition.affinity.matrix[np.triu_indices(partition.affinity.num_features, k=1)]
+    x = _AIMS[partition.plan.strategy][1] * (pairs - (partition.comparison.within_random or 0.0))
+    # The least over these h is near the least over all. The largest x is taken out, so that exp does not overflow.
+    steps = np.geomspace(0.05, 50.0, 60) / max(float(x.std()), 1e-300)
+    above = min(float(x.max() + (np.log(np.exp(h * (x - x.max())).mean()) + rare) / h) for h in steps)
+    # As far from the mean of random assignments as from that of all pairs: blocks may hold similar features.
+    return max(above, above - float(x.mean()))
+
+
+def _log_ways(sizes: Sequence[int]) -> float:
+    ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
+    # Exchanging towers of equal size gives the same assignment.
+    ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
+    return max(0.0, ways)
+
+
 def judge_meaning(partition: Partition) -> str:
     """Returns a verdict in sentences: are the towers better than random towers of the same blocks?"""
     comparison = partition.comparison
     if partition.affinity.is_interactions:
         return _judge_interactions(comparison, partition.plan.strategy)
-    kind = "similar" if partition.plan.strategy == "coherent" else "dissimilar"
-    opening = f"The towers group features with {kind} embeddings. "
+    aim, sign = _AIMS[partition.plan.strategy]
+    opening = f"The towers group {aim}. "
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or not std:
         return (
             f"{opening}No random towers of the same blocks have another mean affinity, so these towers are no better "
             "than random."
         )
+    deviations, bound = (within - mean) / std, luck_bound(partition) / std
     numbers = (
-        f"Two features of the same tower have a mean affinity of {within:.4f}; of random towers under the same rules, "
-        f"{mean:.4f} \u00b1 {std:.4f}. "
+        f"Two features of the same tower have a mean affinity of {within:.4f}, which is {abs(deviations):.1f} standard "
+        f"deviations {'above' if deviations >= 0 else 'below'} the mean in random towers under the same rules "
+        f"({mean:.4f} \u00b1 {std:.4f}). "
     )
     says = (
-        "Were the same affinities dealt to the pairs of features at random, a search would find such towers in fewer "
-        "than 1 of 100 cases, so the affinities have structure; those of untrained embeddings may have structure too. "
-        "To see whether it comes from the data, compare with towers from another training seed."
-        if comparison.chance is not None and comparison.chance < LEAST_CHANCE
-        else "These towers may be no better than random: were the same affinities dealt to the pairs of features at "
-        "random, a search might find towers as good."
+        f"Noise would give less than {bound:.1f}, so the affinities have structure; those of untrained embeddings may "
+        "have structure too. To see whether it comes from the data, compare with towers from another training seed."
+        if deviations * sign > bound
+        else "These towers may be no better than random: the partitioner searches for the best assignment, which is up "
+        f"to {bound:.1f} standard deviations away even if affinities are noise."
     )
     return opening + numbers + says
 

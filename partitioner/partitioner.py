@@ -34,10 +34,6 @@ Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
 # Number of random assignments that a partition is compared with.
 RANDOM_ASSIGNMENTS = 100
-# Limits on the number of shuffled matrices, and on the blocks of all of them, whose searches then take some 0.1 s.
-LEAST_SHUFFLES, MOST_SHUFFLES, SHUFFLED_BLOCKS = 4, 100, 1200
-# Dimensions of random vectors where the width of the tables is unknown; with more, noise seldom has groups.
-LIKELY_WIDTH = 16
 
 
 @dataclass(kw_only=True)
@@ -189,8 +185,6 @@ class TowerPartitioner:
                 )
         plan = TowerPlan(towers=tuple(towers), strategy=strategy, seed=self.seed, tables=measure.tables)
         comparison = compare_towers(measure, plan, list(_random_towers(answers, self.seed)))
-        if not measure.is_interactions:
-            comparison = replace(comparison, chance=_chance(answers, measure, strategy, self.seed))
         wanted = sum(answer.wanted for answer in answers)
         stress = math.sqrt(sum(answer.stress for answer in answers) / wanted) if wanted > 0 else 0.0
         notes = [*measure.notes, *more_notes, *_notes(measure), *(note for a in answers for note in a.notes)]
@@ -291,47 +285,6 @@ def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[st
             offset += num_towers
         else:
             yield towers
-
-
-def _chance(answers: Sequence[_Answer], measure: FeatureAffinity, strategy: str, seed: int) -> float | None:
-    """Returns the probability `Comparison.chance`.
-
-    A search finds towers that are better than random ones in noise too. So a short one runs on the affinities, and on
-    the same affinities dealt to the pairs anew, in the order of products of random vectors: in few dimensions, these
-    form groups by chance. If embeddings are unrelated, all results have the same distribution, and Student's t says how
-    far one may be from the mean of the others. Pairs inside blocks, which stay together, do not count.
-    """
-    from scipy.spatial.distance import squareform
-    from scipy.special import stdtr
-
-    rng, count = np.random.default_rng(seed), SHUFFLED_BLOCKS // sum(len(answer.labels) for answer in answers)
-    count = max(LEAST_SHUFFLES, min(MOST_SHUFFLES, count))
-    width = measure.tables[0].embedding_dim if measure.tables else LIKELY_WIDTH
-    # [2 + count, 2] sum over pairs inside towers and their number: of the answer, of a short search, of shuffled ones
-    sums = np.zeros((2 + count, 2))
-    for answer in answers:
-        bounds, num_towers, labels = answer.part.bounds, answer.part.num_towers, answer.labels
-        matrix = answer.part.blocks.matrix(measure.matrix, measure.features)
-        weights, dealt = np.triu(np.outer(bounds.weights, bounds.weights), k=1), squareform(matrix, checks=False)
-        for number, row in enumerate(sums):
-            if number > 1:
-                vectors = rng.standard_normal((len(matrix), width))
-                dealt[np.argsort(squareform(np.abs(vectors @ vectors.T), checks=False))] = np.sort(dealt)
-                matrix = squareform(dealt)
-            if number:
-                costs = Costs(pairs=np.square(distances(matrix, strategy)), per_feature=True)
-                labels = _neighbors(costs.pairs, num_towers)
-                labels = local_search(costs, labels, num_towers=num_towers, bounds=bounds, most_sweeps=2)
-            inside = weights * (labels[:, None] == labels)
-            row += (inside * matrix).sum(), inside.sum()
-    if not sums[:, 1].all():
-        return None
-    means = sums[:, 0] / sums[:, 1] * (1.0 if strategy == "coherent" else -1.0)
-    own, shuffled = means[:2].min(), means[2:]
-    error = max(shuffled.std(ddof=1) * math.sqrt(1 + 1 / count), 1e-12)
-    # With few features, means are far from normally distributed, but often equal.
-    as_good = (shuffled >= own - 1e-12).mean()
-    return float(max(as_good, stdtr(count - 1, (shuffled.mean() - own) / error)))
 
 
 def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:

@@ -165,17 +165,15 @@ def even_start(bounds: Bounds, num_towers: int) -> Labels:
     return labels
 
 
-def local_search(
-    costs: Costs, labels: Labels, *, num_towers: int, bounds: Bounds, most_sweeps: int = MAX_SWEEPS
-) -> Labels:
+def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bounds) -> Labels:
     """Moves and swaps blocks while that lowers the violation or the cost; never empties a tower.
 
     Each block in turn makes its best move or swap: the one that lowers the violation most and, among equals, the cost.
-    Ends when a sweep over all blocks, O(P (P + T)) without triples, changes nothing, or after ``most_sweeps``.
-    ``labels`` [P] are the start. Returns new labels [P]; `Bounds.violation` tells whether they are within all limits.
+    Ends when a sweep over all blocks, O(P (P + T)) without triples, changes nothing, or after 50 sweeps. ``labels`` [P]
+    are the start. Returns new labels [P]; `Bounds.violation` tells whether they are within all limits.
     """
     search = _MoveSearch(costs, labels, num_towers, bounds)
-    for _ in range(most_sweeps):
+    for _ in range(MAX_SWEEPS):
         if not search.sweep():
             break
     return search.labels[: search.num_blocks]
