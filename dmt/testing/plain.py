@@ -104,7 +104,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes a training step with the modules' gradients, which it keeps; averages replicas in every N-th step."""
+        """Takes a training step by `average_gradients`, which are not zeroed; averages replicas in every N-th step."""
         self.average_gradients()
         for optimizer in self.dense_optimizers:
             optimizer.step()

@@ -35,7 +35,7 @@ def affinity_of_run(
 ) -> FeatureAffinity:
     """Collects the feature affinity of a run's newest intact checkpoint.
 
-    Batches come from all over the training rows (`spread_batches`), because files may be sorted by time or by user.
+    Batches come from all over the rows of files, which may be sorted (`spread_batches`); of a source, the first ones.
 
     Args:
         run: the ``output_dir`` of a run.

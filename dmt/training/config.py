@@ -194,7 +194,7 @@ class ShardingConfig(Section):
 
 
 class ReplicasConfig(Section):
-    """Averaging of the tables' replicas (2D sparse parallelism); no effect with one replica."""
+    """Averaging of the tables' replicas (2D sparse parallelism); with one, only ``moment_scale`` has an effect."""
 
     sync_every: Int = Field(default=1, ge=1)
     """N: average weights and optimizer states every N steps."""

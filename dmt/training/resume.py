@@ -59,7 +59,7 @@ _EVALUATION = "data.eval_path: '"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position in training: enough to resume at the right sample, with any number of ranks."""
+    """Position in training: enough to resume at the right row of files, with any number of ranks."""
 
     step: int = 0
     """Training steps done."""
