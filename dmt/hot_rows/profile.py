@@ -35,10 +35,9 @@ class RowCounts:
         return int(self.counts.sum())
 
     @staticmethod
-    def of(ids: Any, counts: NDArray[np.int64] | None = None) -> RowCounts:
-        """Counts the rows in an array of ids, of any shape and integer dtype; ``counts`` [ids]: times each counts."""
-        rows, places = np.unique(np.asarray(ids, dtype=np.int64), return_inverse=True)
-        return RowCounts(rows, np.bincount(places.flatten(), counts).astype(np.int64))  # exact below 2^53
+    def of(ids: Any) -> RowCounts:
+        """Counts the rows in an array of ids, of any shape and integer dtype."""
+        return RowCounts(*np.unique(np.asarray(ids, dtype=np.int64), return_counts=True))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns, for each counted row, the probability that any of ``batch_size`` accesses reads it: float64 [n]."""

@@ -235,8 +235,9 @@ class HotRows:
         for batch in dict.fromkeys(batches):
             names = [table.name for table, other in zip(self._tables, batches, strict=True) if other == batch]
             for parts in zip(*gather_on_first([(name, mine[name]) for name in names], self._everyone), strict=True):
-                rows, counts = zip(*((of_rank.rows, of_rank.counts) for _, of_rank in parts), strict=True)
-                summed.put(parts[0][0], RowCounts.of(np.concatenate(rows), np.concatenate(counts)))
+                rows, places = np.unique(np.concatenate([of_rank.rows for _, of_rank in parts]), return_inverse=True)
+                counts = np.bincount(places, np.concatenate([of_rank.counts for _, of_rank in parts]))
+                summed.put(parts[0][0], RowCounts(rows, counts.astype(np.int64)))  # exact below 2^53
         sizes, numbers = zip(*gather_objects((self._batch_size, mine.num_samples), self._everyone), strict=True)
         summed.num_samples = sum(numbers)
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +24,15 @@ from torch import Tensor
 
 from dmt.collectives import from_rank, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.formatting import counted
+from dmt.formatting import counted, shorten
+from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import TrainingConfig
 
 __all__ = [
     "DeviceType",
     "backend",
+    "compare_hosts",
     "current_device",
     "device_type",
     "on_all_ranks",
@@ -39,6 +42,7 @@ __all__ = [
     "restart_safe_store",
     "set_random_state",
     "take_device",
+    "this_machine",
 ]
 
 logger = logging.getLogger(__name__)
@@ -216,3 +220,28 @@ def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
     values: list[Value] = []
     run_on_all_or_raise(lambda: values.append(work()), mesh.global_group)
     return values[0]
+
+
+def this_machine() -> str:
+    """Returns what only ranks of this machine return: the id of its boot, as machines or containers may share names."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
+
+
+def compare_hosts(topology: TowerTopology, machines: Sequence[str]) -> str:
+    """Returns what is wrong and what to do if the machines of a job, by rank, are not the hosts of its topology.
+
+    Returns "" if they are, and for a single machine, which may emulate several hosts.
+    """
+    held = [[r for r, of_rank in enumerate(machines) if of_rank == name] for name in dict.fromkeys(machines)]
+    if len(held) == 1 or held == topology.host_groups():
+        return ""
+    size = len(held[0])
+    remedy = "Start equal numbers of ranks on all machines, with consecutive ranks on each, as torchrun does."
+    if held == [list(range(first, first + size)) for first in range(0, len(machines), size)]:
+        remedy = f"Set topology.ranks_per_host={size}. For dmt bench-comms, start one torchrun on each machine."
+    found, expected = (shorten([str(ranks) for ranks in groups], ", ") for groups in (held, topology.host_groups()))
+    return (
+        f"The machines of the job hold ranks {found}, but the hosts of the topology {expected}, so data take other "
+        f"links than is assumed. {remedy}"
+    )

@@ -241,7 +241,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     lists = job.towers.tables_by_tower(job.split_tables)
-    lists += [job.towers.outside_tables(job.split_tables)] * bool(outside)
+    if outside:
+        lists.append(job.towers.outside_tables(job.split_tables))
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
     last_tower = " The collection outside towers counts as the last tower." * bool(outside)

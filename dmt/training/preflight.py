@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, shorten
 from dmt.models.complexity import Complexity, tower_modules
-from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import load_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
 from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
-from dmt.training.device import current_device
+from dmt.training.device import compare_hosts, current_device, this_machine
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_table_optimizer
 from dmt.training.records import versions
@@ -33,10 +31,8 @@ __all__ = [
     "check_rows",
     "check_same_input",
     "checked_model",
-    "compare_hosts",
     "memory_limit",
     "preflight",
-    "this_machine",
 ]
 
 logger = logging.getLogger(__name__)
@@ -224,28 +220,3 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
         text = (root / name).read_text().strip() if (root / name).exists() else "max"
         limits += [int(text)] if text.isdecimal() else []  # "max": no limit
     return min(limits)
-
-
-def this_machine() -> str:
-    """Returns what only ranks of this machine return: the id of its boot, as machines or containers may share names."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()
-
-
-def compare_hosts(topology: TowerTopology, machines: Sequence[str]) -> str:
-    """Returns what is wrong and what to do if the machines of a job, by rank, are not the hosts of its topology.
-
-    Returns "" if they are, and for a single machine, which may emulate several hosts.
-    """
-    held = [[r for r, of_rank in enumerate(machines) if of_rank == name] for name in dict.fromkeys(machines)]
-    if len(held) == 1 or held == topology.host_groups():
-        return ""
-    size = len(held[0])
-    remedy = "Start equal numbers of ranks on all machines, with consecutive ranks on each, as torchrun does."
-    if held == [list(range(first, first + size)) for first in range(0, len(machines), size)]:
-        remedy = f"Set topology.ranks_per_host={size}. For dmt bench-comms, start one torchrun on each machine."
-    found, expected = (shorten([str(ranks) for ranks in groups], ", ") for groups in (held, topology.host_groups()))
-    return (
-        f"The machines of the job hold ranks {found}, but the hosts of the topology {expected}, so data take other "
-        f"links than is assumed. {remedy}"
-    )

@@ -108,10 +108,10 @@ class RunRecord:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records numbers after a training step, under names such as ``"train/loss"``."""
-        # An evaluation may be repeated when a run resumes.
-        if not self.enabled or {"step": step, **values} in self._last:
+        record = {"step": step, **values}
+        if not self.enabled or record in self._last:  # an evaluation may be repeated when a run resumes
             return
-        line = json.dumps({"step": step, **values})
+        line = json.dumps(record)
         try:
             with self._metrics.open("a") as stream:
                 stream.write(f"{line}\n")

@@ -21,9 +21,9 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import load_config, to_toml
+from dmt.training.device import compare_hosts
 from dmt.training.job import open_job
 from dmt.training.metrics import MetricValues
-from dmt.training.preflight import compare_hosts
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train

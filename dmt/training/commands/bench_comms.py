@@ -30,8 +30,7 @@ from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import Shown
-from dmt.training.device import backend, device_type, take_device
-from dmt.training.preflight import compare_hosts, this_machine
+from dmt.training.device import backend, compare_hosts, device_type, take_device, this_machine
 
 __all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 

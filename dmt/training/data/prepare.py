@@ -251,8 +251,8 @@ def _raw_rows(
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)
             later = converter.keys(block).difference(names) if patterns else ()
-            chosen = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
-            _note_unread(converter, file, chosen - known, "its first 1,000 lines")
+            selected = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
+            _note_unread(converter, file, selected - known, "its first 1,000 lines")
             rejects.add(wrong)
             for part in _PARTS:
                 if eval_only or config.eval_path:
