@@ -2,8 +2,9 @@
 
     python -m tests.mutants [WORD ...]       only the mutations whose file or test contains one of the words
 
-Works on a copy of the tracked files. Each test is first run unchanged and must pass. Fails unless every mutation is
-caught. `tests/test_house.py` checks that every mutation finds its text once and leaves a file that Python reads.
+Works on copies of the tracked files, one for each core. Each test is first run unchanged and must pass. Fails unless
+every mutation is caught. `tests/test_house.py` checks that every mutation finds its text once and leaves a file that
+Python reads.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,7 +63,7 @@ gradients.div_(len(self._sizes)) if get => gradients if get
 self._pending.wait()\n => pass\n
 zip(blocks, self._shapes, strict=True) => zip(blocks[::-1], self._shapes, strict=True)
 shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1]]
-## dmt/sptt/tower_lookup.py :: tests/dmt/test_parity.py -k "towers-3"
+## dmt/sptt/tower_lookup.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-3"
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
@@ -147,9 +152,9 @@ tag=exchange.tag) => tag=0)
 module.run_towers(part_PN, rows), number) => module.run_towers(part_PN, rows), 0)
 ## dmt/sptt/dataflow.py :: tests/dmt/test_unique.py -k outlive
 if ctx.encoder is not self.encoder: => if False:
-## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -k "bits and train"
+## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "bits and train"
 if not ctx.in_tower and ctx.request is not None: => if False:
-## dmt/sptt/towers.py :: tests/dmt/test_parity.py -k "towers-3"
+## dmt/sptt/towers.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-3"
 total += sum_over_ranks(square, => total += 0 * sum_over_ranks(square,
 ## dmt/sharding/costs.py :: tests/dmt/test_costs.py
 returned = lookups if is_sequence(table) else samples * features => returned = samples * features
@@ -226,19 +231,33 @@ def verdict(mutation: Mutation, folder: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Runs all mutations; returns the number of those that no test catches."""
+    """Runs all mutations, one per core at a time; returns the number of those that no test catches."""
     chosen = [one for one in mutations() if not words or any(word in one.file or word in one.test for word in words)]
     start, caught = time.monotonic(), 0
-    with tempfile.TemporaryDirectory(prefix="dmt-mutants-") as name:
-        folder = Path(name)
-        copy_of_the_tree(folder)
-        tests = dict.fromkeys(one.test for one in chosen)
-        fails = {test for test in tests if outcome_of(test, folder) != "passed"}
-        for number, mutation in enumerate(chosen, 1):
-            outcome = "test fails without it" if mutation.test in fails else verdict(mutation, folder)
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="dmt-mutants-") as name, ThreadPoolExecutor(cores) as pool:
+        copies = SimpleQueue[Path]()
+        for core in range(cores):
+            copy_of_the_tree(Path(name, str(core)))
+            copies.put(Path(name, str(core)))
+
+        def in_a_copy(function: Callable[[Any, Path], str], case: Any) -> str:
+            folder = copies.get()
+            try:
+                return function(case, folder)
+            finally:
+                copies.put(folder)
+
+        tests = list(dict.fromkeys(one.test for one in chosen))
+        outcomes = dict(zip(tests, pool.map(partial(in_a_copy, outcome_of), tests), strict=True))
+        sound = [one for one in chosen if outcomes[one.test] == "passed"]
+        for test, outcome in outcomes.items():
+            if outcome != "passed":
+                print(f"{test}: {outcome} without any fault", flush=True)
+        verdicts = pool.map(partial(in_a_copy, verdict), sound)
+        for number, (one, outcome) in enumerate(zip(sound, verdicts, strict=True), 1):
             caught += outcome == "caught"
-            change = f"{mutation.file}: {mutation.old!r} -> {mutation.new!r}"
-            print(f"{number:3}/{len(chosen)} {outcome}  {change}", flush=True)
+            print(f"{number:3}/{len(sound)} {outcome}  {one.file}: {one.old!r} -> {one.new!r}", flush=True)
     print(f"{caught} of {len(chosen)} caught in {(time.monotonic() - start) / 60:.1f} minutes")
     return len(chosen) - caught
 
