@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from dmt.simulator.work import count_operators
 from dmt.training import step_prediction
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
-from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.config import load_config, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.factory import without_tables
-from dmt.training.job import Job, make_job, open_job
+from dmt.training.job import make_job, open_job
 from dmt.training.step_prediction import alternatives, changed_config, predict_step, predicted_result, work_of
 from tests.training.small import small
 from tests.training.test_factory import deepfm, job_of
@@ -74,10 +73,6 @@ def test_replicas_cost_their_average_and_less_of_it_if_they_wait() -> None:
     # Six tables of 11 rows x 8 and a moment each; a ring of two sends all of them each way, from four hosts.
     assert loads[0] == pytest.approx(2 * 6 * 11 * 9 * 4 / 4)
     assert loads[1] == pytest.approx(loads[0] / 10)
-
-
-def job_for(config: TrainingConfig, tables: Sequence[TableSpec]) -> Job:
-    return make_job(config, tables, 13)
 
 
 def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
@@ -136,7 +131,7 @@ def test_operators_that_depend_on_the_samples_are_refused() -> None:
 def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
     values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096", "model.arch=dmt-dcn"]
     tables = criteo_1tb_tables(64)
-    ways, left_out = alternatives(job_for(load_config("demo", values), tables), SMALL)
+    ways, left_out = alternatives(make_job(load_config("demo", values), tables, 13), SMALL)
     seconds = [round(way.seconds, 7) for way in ways]
     assert (seconds, left_out) == (sorted(seconds), [])
     # R of 1, of 2 on two hosts each, and of 2 on every host; of 4 on one host each, where towers would send nothing.
@@ -156,7 +151,7 @@ def test_towers_span_hosts_where_there_are_more_hosts_than_tables() -> None:
     config = load_config("demo", values)
     sizes = {"num_embeddings": 10, "embedding_dim": 16}
     tables = [TableSpec(name=f"t{i}", feature_names=(f"f{i}", f"g{i}"), **sizes) for i in range(3)]
-    for way in alternatives(job_for(config, tables), SMALL)[0]:
+    for way in alternatives(make_job(config, tables, 13), SMALL)[0]:
         if way.num_replicas == 1:
             is_flat = way.name.startswith("flat")
             assert ("topology.num_towers=2" in way.overrides) is not is_flat
@@ -176,14 +171,14 @@ def test_alternatives_keep_all_that_is_not_about_the_towers_of_the_config() -> N
 
 def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
     values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=64", "sharding.memory_gib=16"]
-    ways, left_out = alternatives(job_for(load_config("demo", values), criteo_1tb_tables(64)), SMALL)
+    ways, left_out = alternatives(make_job(load_config("demo", values), criteo_1tb_tables(64), 13), SMALL)
     # Of 46.3 GB of tables 8 ranks have 5.8 GB each, with 2 replicas 11.6 GB, with 4 of them 23.1 GB.
     assert {way.num_replicas for way in ways} == {1, 2}
     assert "flat (one tower), 2 replicas (inter_host)" in {way.name for way in ways}
     assert "flat (one tower), 4 replicas (inter_host)" in left_out
     assert all(way.rank_bytes <= 16 * 2**30 for way in ways)
     values[-1] = "sharding.memory_gib=1"
-    job = job_for(load_config("demo", values[:-1]), criteo_1tb_tables(64))
+    job = make_job(load_config("demo", values[:-1]), criteo_1tb_tables(64), 13)
     with pytest.raises(InputError, match=r"memory_per_rank=1\.07 GB have"):
         alternatives(replace(job, config=load_config("demo", values)), SMALL)
 
