@@ -34,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free what was frozen: DuckDB prints what is left at its end."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seeds a test and its fixtures as in a fresh process, whichever tests this process has run before."""
