@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ __all__ = [
     "current_device",
     "device_type",
     "on_all_ranks",
+    "on_first_rank",
     "peak_memory",
     "process_group",
     "random_state",
@@ -220,6 +221,12 @@ def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
     values: list[Value] = []
     run_on_all_or_raise(lambda: values.append(work()), mesh.global_group)
     return values[0]
+
+
+def on_first_rank(work: Callable[[], Value], mesh: TowerMesh) -> Value:
+    """Calls ``work`` on rank 0, and returns its value on every rank; raises what `on_all_ranks` does. Collective."""
+    value, *_ = run_on_all_or_raise(lambda: work() if mesh.rank == 0 else None, mesh.global_group)
+    return cast(Value, value)
 
 
 def this_machine() -> str:

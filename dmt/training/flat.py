@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt.collectives import run_on_all_or_raise
 from dmt.plan.tables import feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
@@ -22,6 +22,7 @@ from dmt.sptt.group_sharded import GroupShardedEC, place_in_group
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import codecs_of
 from dmt.sptt.tower_lookup import GroupShardedEBC
+from dmt.training.device import on_first_rank
 from dmt.training.job import Job
 
 __all__ = ["FlatSequenceSharder", "FlatSharder", "plan_flat", "shard_flat"]
@@ -105,10 +106,7 @@ def shard_flat(
     registry = None if codecs is None else {operation.name: codecs for operation in operations}
     kinds: tuple[Any, ...] = (FlatSharder, FlatSequenceSharder)
     sharders = [kind(mesh, fused_params=fused_params, qcomm_codecs_registry=registry) for kind in kinds]
-    plans = run_on_all_or_raise(
-        lambda: plan_flat(job, model, fused_params) if mesh.rank == 0 else None, mesh.global_group
-    )
-    return sharders, plans[0]
+    return sharders, on_first_rank(partial(plan_flat, job, model, fused_params), mesh)
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:

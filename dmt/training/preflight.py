@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -21,18 +23,27 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
 from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
-from dmt.training.device import compare_hosts, current_device, this_machine
+from dmt.training.device import (
+    DeviceType,
+    compare_hosts,
+    current_device,
+    on_all_ranks,
+    on_first_rank,
+    this_machine,
+)
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_table_optimizer
 from dmt.training.records import versions
 
 __all__ = [
+    "Place",
     "check_memory",
     "check_rows",
     "check_same_input",
     "checked_model",
     "memory_limit",
     "preflight",
+    "this_place",
 ]
 
 logger = logging.getLogger(__name__)
@@ -58,8 +69,8 @@ def checked_model(job: Job) -> nn.Module:
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run is flat. "
             "Set sharding.dataflow='sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
-    if config.sharding.cluster is not None:
-        load_cluster(config.sharding.cluster)  # a flat run uses it at its end only
+    if job.sharding is None and config.sharding.cluster is not None:
+        load_cluster(config.sharding.cluster)  # which a flat run uses at its end only
     check_table_optimizer(config.optimizer, job.device_type)
     if job.opened_data is None:
         raise InputError(f"data.tables={config.data.tables!r} only lists tables. Set data.prepared or data.train_path.")
@@ -82,30 +93,28 @@ def checked_model(job: Job) -> nn.Module:
     return model
 
 
-def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
-    """Runs the checks that need all ranks of a run, and returns the complexity of its model; collective.
-
-    ``model`` is what `checked_model` returned, on the meta device; it is not changed.
+def preflight(job: Job, mesh: TowerMesh) -> tuple[nn.Module, Complexity]:
+    """Makes all checks of a run; returns its plain model on the meta device, and the model's complexity. Collective.
 
     Raises:
-        InputError: see `check_same_input` and `check_memory`; the same on every rank.
+        InputError: see `checked_model`, `check_same_input` and `check_memory`; the same on every rank.
     """
+    model = on_all_ranks(lambda: checked_model(job), mesh)
     check_same_input(job, model, mesh)
-    check_memory(job, model, mesh)
-    counts = run_on_all_or_raise(lambda: count_model(job, model) if mesh.rank == 0 else None, mesh.global_group)[0]
-    assert counts is not None, "rank 0 counts, once for all ranks"
-    machines = gather_objects(this_machine(), mesh.global_group)
+    places = run_on_all_or_raise(partial(this_place, job.device_type), mesh.global_group)
+    check_memory(job, model, places)
+    counts = on_first_rank(lambda: count_model(job, model), mesh)
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Check the data: {job.data.notes}")
-        if problem := compare_hosts(job.topology, machines):
+        if problem := compare_hosts(job.topology, [place.machine for place in places]):
             logger.warning(problem)
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(
                 f"The towers send {1 / ratio:.2f} times as many numbers as their embeddings have (compression ratio "
                 f"{ratio:.2f}). Lower model.tower_dim, model.c or model.p."
             )
-    return counts
+    return model, counts
 
 
 def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None:
@@ -155,22 +164,36 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         raise InputError(f"{error} The ranks run on {shorten(places, ', ', most=8)}.") from error
 
 
-def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
-    """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
+class Place(NamedTuple):
+    """The memory that a rank shares with the other ranks of the same place: a machine's, or a GPU's."""
+
+    name: str
+    """Name of host and GPU, for messages."""
+    num_bytes: int
+    machine: str
+    """`this_machine`."""
+
+
+def this_place(kind: DeviceType) -> Place:
+    """Returns the place of this rank."""
+    host = f"host {socket.gethostname()}"
+    if kind == "cpu":
+        return Place(host, memory_limit(), this_machine())
+    device = current_device(kind)
+    return Place(f"{host}, {device}", torch.cuda.get_device_properties(device).total_memory, this_machine())
+
+
+def check_memory(job: Job, model: nn.Module, places: Sequence[Place]) -> None:
+    """Checks by a lower bound that each of the ``places``, given by rank, has the memory that its ranks need.
 
     The bound counts a rank's tables, the embeddings that it looks up in a step for all ranks (their gradients may reuse
     that memory), as many copies of hot rows as allowed, dense weights and gradients, and its batch with its embeddings.
 
     Raises:
-        InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the
-            largest batch size that fits by the same bound, if there is one.
+        InputError: a machine, its container or a GPU has less memory. The message names the largest batch size that
+            fits by the same bound, if there is one.
     """
     config, topology = job.config, job.topology
-    place = f"host {socket.gethostname()}", memory_limit(), this_machine()
-    if job.device_type == "cuda":
-        device = current_device("cuda")
-        place = f"{place[0]}, {device}", torch.cuda.get_device_properties(device).total_memory, place[2]
-    places = gather_objects(place, mesh.global_group)
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if not is_table(name))
     dense = sum(weight.nbytes for weight in weights) - towers
@@ -179,10 +202,10 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     others = copies + 2 * (dense + towers / topology.num_towers)
     held, shares = _lookup_bytes(job), []
-    for machine in dict.fromkeys(places):
-        group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
-        # What the machine (GPU) lacks, as a share of the bytes of its batches.
-        shares.append(((held[group].sum() + len(group) * others - machine[1]) / held[group, 1].sum(), group))
+    for place in dict.fromkeys(places):
+        group = [rank for rank, place_of_rank in enumerate(places) if place_of_rank == place]
+        # What the place lacks, as a share of the bytes of its batches.
+        shares.append(((held[group].sum() + len(group) * others - place.num_bytes) / held[group, 1].sum(), group))
     share, ranks = max(shares)
     if share <= 0:
         return

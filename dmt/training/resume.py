@@ -9,12 +9,13 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt.collectives import gather_objects, run_on_all_or_raise
+from dmt.collectives import gather_objects
 from dmt.errors import InputError
 from dmt.files import check_output, from_record, read_file
 from dmt.formatting import shorten
@@ -28,7 +29,7 @@ from dmt.training.checkpoints.store import checkpoints, load, newest, read_manif
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.data.source import SourceState
-from dmt.training.device import on_all_ranks, random_state, set_random_state
+from dmt.training.device import on_all_ranks, on_first_rank, random_state, set_random_state
 from dmt.training.job import Job
 from dmt.training.trained import changed_settings, check_encoding
 
@@ -101,14 +102,11 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
         InputError: see `newest`, `starting_folder` and `start_from`; the same on every rank.
     """
     # Rank 0 looks: another rank may not see the newest checkpoint yet.
-    look = starting_folder if mesh.rank == 0 else checkpoint_folder
-    folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
+    folder = newest(on_first_rank(partial(starting_folder, job.config), mesh), mesh)
     if folder is None:
         return Start()
     # Rank 0 compares: the checkpoint has the data paths of rank 0's host; other hosts may have other paths.
-    start, *_ = run_on_all_or_raise(lambda: start_from(folder, job) if mesh.rank == 0 else None, mesh.global_group)
-    assert start is not None, "rank 0 has compared"
-    return start
+    return on_first_rank(partial(start_from, folder, job), mesh)
 
 
 def starting_folder(config: TrainingConfig) -> Path:

@@ -39,11 +39,11 @@ from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import Split
-from dmt.training.device import current_device, on_all_ranks, peak_memory, process_group
+from dmt.training.device import current_device, on_all_ranks, on_first_rank, peak_memory, process_group
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_lookups, measure_traffic
-from dmt.training.preflight import check_rows, checked_model, preflight
+from dmt.training.preflight import check_rows, preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
     Position,
@@ -104,8 +104,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a job on a mesh of its topology; returns and raises what `train` does. Collective."""
     # Make every check, and find the checkpoint to start from.
     config = job.config
-    plain = on_all_ranks(lambda: checked_model(job), mesh)
-    counts = preflight(job, plain, mesh)
+    plain, counts = preflight(job, mesh)
     train, folder = config.train, checkpoint_folder(config)
     # First, as it finds out whether all hosts share the folder.
     saver = Checkpointer(folder, mesh, keep=train.keep_checkpoints, asynchronous=train.async_save)
@@ -118,8 +117,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
             "train.max_steps or train.epochs, or give another train.output_dir."
         )
-    is_first, resumed_step = mesh.rank == 0, start.position.step
-    record = on_all_ranks(lambda: RunRecord(config, enabled=is_first, resumed_step=resumed_step), mesh)
+    record = on_all_ranks(partial(RunRecord, config, enabled=mesh.rank == 0, resumed_step=start.position.step), mesh)
     record.say([*settings_lines(config), *start.lines])
     on_all_ranks(lambda: record.sharding(job.sharding), mesh)
 
@@ -362,7 +360,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         sync = measure_traffic(replicas.sync, mesh).per_sample(step_rows(job, at) * replicas.interval)
         options["replicas"] = {"bytes_per_sample": sync["across"] + sync["inside"]}
     speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
-    predicted = on_all_ranks(lambda: predicted_result(job) if mesh.rank == 0 else None, mesh)
+    predicted = on_first_rank(partial(predicted_result, job), mesh)
     if predicted is not None:
         options["predicted"] = predicted
     return {

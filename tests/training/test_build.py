@@ -23,11 +23,11 @@ from dmt.sptt import peer_exchange
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import PeerExchange, Pending
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
-from dmt.training import preflight
 from dmt.training.build import ClickTask, build_model, count_model, fused_params, shard_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, open_job, open_unsharded
+from dmt.training.preflight import Place, check_memory, memory_limit, this_place
 from tests.ranks import run_ranks
 from tests.training.small import new_run, plain, small, source, train_loop, train_on_union
 
@@ -52,13 +52,12 @@ def test_a_batch_of_one_sample_has_one_logit(shape: tuple[int, ...]) -> None:
     assert (loss.shape, logits.shape) == ((), (1,))
 
 
-def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tuple[str, int, str]) -> None:
+def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: Place) -> None:
     """Checks the memory of a job whose ranks are on one host, but for as many as there are ``more`` places."""
     ranks = job.topology.world_size - len(more)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 4096}[name])
-    monkeypatch.setattr(preflight, "gather_objects", lambda value, group: [*[value] * ranks, *more])
-    mesh: Any = SimpleNamespace(rank=0, global_group=None)
-    preflight.check_memory(job, build_model(job, device="meta"), mesh)
+    places = [*[this_place(job.device_type)] * ranks, *more]
+    check_memory(job, build_model(job, device="meta"), places)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +82,18 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     with pytest.raises(InputError, match=r"has 4\.10 MB of memory, but its 4 ranks would take at least 13\.0 MB"):
         on_one_host(job, monkeypatch, 1000)  # enough for any of them
     # Of two places without room the batch size of the smaller one is advised.
-    more = 2 * [("host b", 3_000_000, "boot")]
+    more = 2 * [Place("host b", 3_000_000, "boot")]
     with pytest.raises(InputError, match=r"host b .* its 2 ranks .* There is enough for train\.batch_size=3778\."):
         on_one_host(job, monkeypatch, 1400, *more)
     on_one_host(open_job(small(train={"batch_size": 3778})), monkeypatch, 1400, *more)
     # Machines may have equal names.
-    on_one_host(job, monkeypatch, 2000, *2 * [(f"host {socket.gethostname()}", 2000 * 4096, "another boot")])
+    on_one_host(job, monkeypatch, 2000, *2 * [Place(f"host {socket.gethostname()}", 2000 * 4096, "another boot")])
     on_one_host(job, monkeypatch, 4000)
-    assert preflight.memory_limit(tmp_path) == 4000 * 4096
+    assert memory_limit(tmp_path) == 4000 * 4096
     (tmp_path / "memory.max").write_text("max\n")
-    assert preflight.memory_limit(tmp_path) == 4000 * 4096
+    assert memory_limit(tmp_path) == 4000 * 4096
     (tmp_path / "memory.max").write_text("5000\n")
-    assert preflight.memory_limit(tmp_path) == 5000
+    assert memory_limit(tmp_path) == 5000
 
 
 def test_the_memory_of_a_gpu_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

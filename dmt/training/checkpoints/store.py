@@ -41,7 +41,7 @@ from dmt.formatting import shorten
 from dmt.replicas.sync import drifted, moment_scales
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.state import Shards, State, TensorReader, collect_state, split_name, write_tensors
-from dmt.training.device import on_all_ranks, random_state, set_random_state
+from dmt.training.device import on_all_ranks, on_first_rank, random_state, set_random_state
 from dmt.training.records import versions
 
 __all__ = [
@@ -177,9 +177,7 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
 
 
 def _listed(folder: Path, mesh: TowerMesh | None) -> list[Path]:
-    if mesh is None:
-        return checkpoints(folder)
-    return run_on_all_or_raise(lambda: checkpoints(folder) if mesh.rank == 0 else [], mesh.global_group)[0]
+    return checkpoints(folder) if mesh is None else on_first_rank(partial(checkpoints, folder), mesh)
 
 
 def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
