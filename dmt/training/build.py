@@ -103,8 +103,8 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
     if "dcn" in model.arch:
         shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
     if plan is None or not model.has_towers:
-        if plan is not None and plan.column_splits:
-            shared["make_sparse_arch"] = partial(JoinedShards, splits=plan.column_splits)
+        if job.column_splits:
+            shared["make_sparse_arch"] = partial(JoinedShards, splits=job.column_splits)
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
     shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.output_dim}
     if model.arch == "dmt-dcn":
@@ -256,8 +256,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     zeros = torch.zeros(rows * len(names), dtype=torch.int64)
     ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
     batch = ClickBatch(torch.zeros(rows, job.num_dense), ids, torch.zeros(rows), torch.ones(rows))
-    if job.towers is not None:
-        batch = batch.split_columns(job.towers.column_splits)
+    batch = batch.split_columns(job.column_splits)
     for _ in range(min(step, 3)):
         optimizer.zero_grad()
         model(batch.to(current_device(job.device_type)))[0].backward()

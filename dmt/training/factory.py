@@ -64,10 +64,10 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     config, towers = job.config.model, job.towers if job.config.model.has_towers else None
     assert config.factory is not None, "the job has a factory"
     place = f"model.factory={config.factory!r}"
-    if towers is None and job.towers is not None and job.towers.column_splits:
+    if towers is None and job.column_splits:
         raise InputError(
             f"{place} makes a flat model, but the tower plan {job.config.towers.plan} cuts the table of feature "
-            f"{next(iter(job.towers.column_splits))!r} into column shards. Give a plan without shards."
+            f"{next(iter(job.column_splits))!r} into column shards. Give a plan without shards."
         )
     sequences = [name for table in job.tables for name, _ in table.sequences]
     if sequences and towers is None:

@@ -84,6 +84,11 @@ class Job:
         return self.config.topology.build()
 
     @property
+    def column_splits(self) -> Mapping[str, tuple[int, ...]]:
+        """Widths of the column shards, by feature, of the tables that the tower plan cuts."""
+        return {} if self.towers is None else self.towers.column_splits
+
+    @property
     def split_tables(self) -> tuple[TableSpec, ...]:
         """The tables, with each table that the tower plan cuts replaced by its column shards."""
         return self.tables if self.towers is None else tuple(split_tables(self.tables, _cuts(self.towers, self.tables)))

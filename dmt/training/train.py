@@ -248,8 +248,7 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
         lanes=at.lanes,
         group=mesh.global_group,
     )
-    cuts = {} if job.towers is None else job.towers.column_splits
-    batches = (batch.split_columns(cuts) for batch in batches)
+    batches = (batch.split_columns(job.column_splits) for batch in batches)
     # From page-locked memory, the pipeline can copy a batch to the GPU during the previous step.
     return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 

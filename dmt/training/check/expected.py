@@ -37,7 +37,7 @@ def draw_batch(run: CheckedRun, rank: int, step: int) -> ClickBatch:
     """Returns the batch of a global rank in a step, split for the run's column shards; the same in any process."""
     size = run.limits.batch_size if step != UNEVEN else max(1, run.limits.batch_size - rank % 3)
     batch = draw_samples(run.job, size, seed=1_000_003 * step + rank)
-    return batch.split_columns({} if run.job.towers is None else run.job.towers.column_splits)
+    return batch.split_columns(run.job.column_splits)
 
 
 def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:

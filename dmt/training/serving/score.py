@@ -132,7 +132,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:
         check_evaluation_rows(folder, job)
-    cuts = {} if job.towers is None else job.towers.column_splits
+    cuts = job.column_splits
     return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), job.data
 
 

@@ -125,7 +125,7 @@ def _load(checkpoint: Path, job: Job, mesh: TowerMesh) -> nn.Module:
 
 def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
     """Writes the predictions of all ranks; collective, and an error on one rank is raised on all."""
-    device, cuts = current_device(job.device_type), {} if job.towers is None else job.towers.column_splits
+    device = current_device(job.device_type)
     with ExitStack() as stack, torch.no_grad():
         make_folder = partial(stack.enter_context, _new_folder(out)) if mesh.rank == 0 else partial(Path, out)
         folder = run_on_all_or_raise(writing(out)(make_folder), mesh.global_group)[0]
@@ -144,7 +144,7 @@ def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
         output: tuple[Tensor, Tensor, Tensor] | None = None
         with writing(out), predictions.writer:
             while (batch := on_all_ranks(writing(out)(turn), mesh)) is not None:
-                output = model(batch.split_columns(cuts).to(device))[1]
+                output = model(batch.split_columns(job.column_splits).to(device))[1]
             on_all_ranks(writing(out)(predictions.writer.close), mesh)
         metrics = predictions.metrics.compute() if job.data.columns.label else None
         on_all_ranks(writing(out)(stack.close), mesh)
