@@ -11,13 +11,11 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.partitioner import FeatureAffinity, PartitionRules
 from dmt.partitioner.rows import MOST_KEPT
-from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
-from dmt.training.job import open_tables, open_unsharded
-from dmt.training.trained import check_encoding, checkpoint_of
+from dmt.training.job import Job, open_tables, open_unsharded
+from dmt.training.trained import trained_model
 
 __all__ = ["affinity_of_run", "interactions_of", "spread_batches"]
 
@@ -47,21 +45,22 @@ def affinity_of_run(
     Raises:
         InputError: see `checkpoint_of`; or the run's tables are split by columns, or data or rules do not fit the run.
     """
-    checkpoint, config = checkpoint_of(run, data_path, functions)
-    job = open_unsharded(config)
-    check_encoding(checkpoint, job)
-    if rules is not None:
-        rules.for_features(job.data.columns.feature_names)
-    if job.towers is not None and (cuts := job.towers.column_splits):
-        raise InputError(
-            f"{run}: this run's tables are cut into column shards ({shorten([*cuts], ', ')}), which hold only "
-            "parts of embeddings. Give a run with whole tables, or use --strategy interactions."
-        )
-    task = ClickTask(build_model(job))
-    load_plain(task, checkpoint)
+
+    def open_rows(config: TrainingConfig) -> Job:
+        job = open_unsharded(config)
+        if rules is not None:
+            rules.for_features(job.data.columns.feature_names)
+        if job.column_splits:
+            raise InputError(
+                f"{run}: this run's tables are cut into column shards ({shorten([*job.column_splits], ', ')}), which "
+                "hold only parts of embeddings. Give a run with whole tables, or use --strategy interactions."
+            )
+        return job
+
+    _, job, model = trained_model(run, data_path, functions, open_rows)
     # The data of a run have at least as many rows as one of its batches.
-    size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
-    return FeatureAffinity.collect(task.model, spread_batches(job.data, max_rows=max_rows, batch_size=size))
+    size = min(_BATCH_ROWS, job.config.train.batch_size, max(1, max_rows))
+    return FeatureAffinity.collect(model, spread_batches(job.data, max_rows=max_rows, batch_size=size))
 
 
 def interactions_of(

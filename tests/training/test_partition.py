@@ -20,6 +20,7 @@ from dmt import TowerPlan
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.tables import TableSpec
 from dmt.training import affinity as module
+from dmt.training import trained
 from dmt.training.affinity import affinity_of_run, interactions_of, spread_batches
 from dmt.training.commands import main
 from dmt.training.config import to_toml
@@ -188,7 +189,7 @@ def test_what_cannot_be_partitioned_is_refused(
 def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(small("dlrm"))})
     (tmp_path / "rules.toml").write_text('together = [["C1", "C22"]]\n')
-    monkeypatch.setattr(module, "build_model", None)
+    monkeypatch.setattr(trained, "build_model", None)
     asked = ["--checkpoint", tmp_path / "run", "--rules", tmp_path / "rules.toml", "--out", tmp_path / "t.json"]
     result = partition(*asked, "--towers", 2)
     assert result.exit_code == 2, result.output
