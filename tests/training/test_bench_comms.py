@@ -9,10 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import bench_comms
 from dmt.training.commands.bench_comms import (
     _Timing,
@@ -23,6 +25,12 @@ from dmt.training.commands.bench_comms import (
     shapes_of,
 )
 from tests.ranks import on_ranks, run_ranks
+
+
+def measure() -> Cluster:
+    """Measures the ranks of the test as hosts of two ranks."""
+    topology = TowerTopology(num_towers=dist.get_world_size() // 2, ranks_per_tower=2)
+    return measure_cluster("ranks", TowerMesh(topology), torch.device("cpu"))
 
 
 def measured_on_rank(rank: int, folder: str) -> Cluster:
@@ -36,7 +44,7 @@ def measured_on_rank(rank: int, folder: str) -> Cluster:
         return _Timing(seconds=0.5 + sent / 4e6, core_s=sent / 4e6)
 
     with patch.multiple(bench_comms, **sizes, _time=time):
-        return measure_cluster("ranks", 2, torch.device("cpu"))
+        return measure()
 
 
 @pytest.mark.ranks
@@ -72,14 +80,14 @@ def test_one_host_tells_nothing_of_groups_over_several(rank: int) -> None:
 def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
     refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, so no rate can be computed")
     with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), refused:
-        measure_cluster("ranks", 2, torch.device("cpu"))
+        measure()
 
 
 @on_ranks(4)
 def test_ranks_dealt_to_machines_in_turn_are_refused(rank: int) -> None:
     refused = pytest.raises(InputError, match=r"hold ranks \[0, 2\], \[1, 3\], but .* with consecutive ranks on each")
     with patch.object(bench_comms, "this_machine", lambda: "ab"[rank % 2]), refused:
-        measure_cluster("ranks", 2, torch.device("cpu"))
+        measure()
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 1), (1, 8), (2, 1), (4, 2), (3, 6)])

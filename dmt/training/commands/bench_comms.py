@@ -30,7 +30,8 @@ from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import Shown
-from dmt.training.device import backend, compare_hosts, device_type, take_device, this_machine
+from dmt.training.config import TopologyConfig, TrainingConfig
+from dmt.training.device import compare_hosts, current_device, device_type, process_group, this_machine
 
 __all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
@@ -55,19 +56,19 @@ class _Timing(NamedTuple):
     """CPU seconds that a rank used on all cores; mean over ranks and repetitions."""
 
 
-def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
-    """Measures this job's ranks and links; returns a `Cluster` called ``name``, the same on all ranks. Collective.
+def measure_cluster(name: str, mesh: TowerMesh, device: torch.device) -> Cluster:
+    """Measures a job's ranks and links; returns a `Cluster` called ``name``, the same on all ranks. Collective.
+
+    Each tower of the mesh must be a host, so that peers are one rank of each host.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the number of ranks, the ranks of a machine are not those of a
-            host, or a large message took no longer than a small one, so that no rate can be computed.
+        InputError: the ranks of a machine are not those of a host, or a large message took no longer than a small one,
+            so that no rate can be computed.
     """
-    hosts = dist.get_world_size() // ranks_per_host
-    # A tower is a host here, so peers are one rank of each host.
-    mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
-    if problem := compare_hosts(mesh.topology, gather_objects(this_machine(), mesh.global_group)):
+    topology = mesh.topology
+    if problem := compare_hosts(topology, gather_objects(this_machine(), mesh.global_group)):
         raise InputError(problem)
-    groups = {shape: mesh.new_group(cut(mesh.topology, *shape)) for shape in shapes_of(mesh.topology)}
+    groups = {shape: mesh.new_group(cut(topology, *shape)) for shape in shapes_of(topology)}
     layers = _layers(device, 2, _WIDTH, _SAMPLES)
     small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
     computing = _time(layers, mesh, device)
@@ -78,8 +79,8 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
     target = torch.empty_like(source)
     return Cluster(
         name=name,
-        hosts=hosts,
-        ranks_per_host=ranks_per_host,
+        hosts=topology.num_hosts,
+        ranks_per_host=topology.host_size,
         # Two layers, each of one product forward and two backward.
         matmul_flops=2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH / computing.seconds,
         memory_bytes_per_s=2 * source.nbytes / _time(lambda: target.copy_(source), mesh, device).seconds,
@@ -88,7 +89,8 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
         all_to_all=_rates("all_to_all", groups, mesh, device, cores),
         exchange=_rates("exchange", groups, mesh, device, cores),
         all_reduce=_rates("all_reduce", groups, mesh, device, cores),
-        source="measured by dmt bench-comms" + (", on one host: no uplink was measured" if hosts == 1 else ""),
+        source="measured by dmt bench-comms"
+        + (", on one host: no uplink was measured" if topology.num_hosts == 1 else ""),
     )
 
 
@@ -234,27 +236,22 @@ def run_bench_comms(out: Path) -> Shown | None:
     """Measures this job and writes the cluster file ``out``; returns what to print on rank 0, None on other ranks.
 
     Raises:
-        InputError: torchrun did not start it, `take_device` or `measure_cluster` fails, or ``out`` cannot be written.
+        InputError: torchrun did not start it, with as many ranks on each host; `process_group` or `measure_cluster`
+            raises it; or ``out`` cannot be written.
     """
-    place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if unset := [key for key, value in place.items() if not value.isdecimal()]:
+    keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if unset := [key for key in keys if not os.environ.get(key, "").isdecimal()]:
         raise InputError(
             f"dmt bench-comms measures its own torchrun job, but {unset[0]} is not set to a number. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
             "--no-python dmt bench-comms"
         )
-    rank, _, local, ranks_per_host = (int(value) for value in place.values())
-    kind = device_type("auto")
-    device = take_device(kind, local)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group(backend(kind))
-    try:
-        cluster = measure_cluster(out.stem, ranks_per_host, device)
-        # A rank that exits early can abort a peer that is still sending.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    if rank != 0:
+    world_size, ranks_per_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    topology = TopologyConfig(num_towers=world_size // ranks_per_host, ranks_per_tower=ranks_per_host)
+    with process_group(lambda: TrainingConfig(topology=topology)) as (config, mesh):
+        device = current_device(device_type(config.train.device))
+        cluster = measure_cluster(out.stem, mesh, device)
+    if mesh.rank != 0:
         return None
     save_cluster(cluster, out)
     return _show(cluster, out)
