@@ -23,11 +23,13 @@ from dmt.errors import InputError
 from dmt.files import read_model
 from dmt.formatting import shorten
 from dmt.training.data.columns import Columns, Feature
+from dmt.training.data.config import DataConfig
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
     "REQUEST",
+    "REQUEST_FIELD",
     "Manifest",
     "expand_path",
     "file_version",
@@ -35,6 +37,7 @@ __all__ = [
     "is_remote",
     "matching_files",
     "open_binary",
+    "prepared_schema",
     "read_manifest",
     "starts_of",
 ]
@@ -43,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 MANIFEST, FORMAT = "manifest.json", 3
 REQUEST = "#request"
-"""Name of the column that holds the hash of a row's request, int64, if ``data.group_by`` was set."""
+"""Name of the column that holds the hash of a row's request, if ``data.group_by`` was set."""
+REQUEST_FIELD = pa.field(REQUEST, pa.int64(), nullable=False)
+"""This column in the schema of prepared rows."""
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
@@ -227,6 +232,11 @@ def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Man
             text = "is missing" if actual_size is None else f"has {actual_size} bytes, not {size}"
             raise InputError(f"{place}: {file} {text}. Copy the whole folder, or prepare the data again.")
     return manifest
+
+
+def prepared_schema(config: DataConfig, columns: Columns) -> pa.Schema:
+    """Returns the schema of prepared rows: of ``columns``, with `REQUEST` if there is a ``data.group_by``."""
+    return columns.schema if config.group_by is None else columns.schema.append(REQUEST_FIELD)
 
 
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.columns import Columns
-from dmt.training.data.files import REQUEST
+from dmt.training.data.files import REQUEST, REQUEST_FIELD
 
 __all__ = ["ParquetRows", "Rows", "pack_rows"]
 
@@ -67,7 +67,7 @@ class ParquetRows:
                     instead = "Leave out these rows" if name in (self._columns.label, REQUEST) else "Write 0 or []"
                     raise InputError(f"{file}: column {name!r} has missing values. {instead}.")
             if REQUEST in rows.column_names:
-                schema = schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
+                schema = schema.append(REQUEST_FIELD)
             if not rows.schema.equals(schema):  # other programs may write other types
                 rows = rows.select(schema.names).cast(schema)
         for name in self._columns.dense:

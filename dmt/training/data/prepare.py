@@ -50,6 +50,7 @@ from dmt.training.data.files import (
     expand_path,
     file_version,
     format_of,
+    prepared_schema,
     read_manifest,
     starts_of,
 )
@@ -161,32 +162,33 @@ def prepare(
     with _work_folder(out) as folder, closing(connection):
         connection.sql(f"SET temp_directory = {literal(str(folder / _SCRATCH / 'spilled'))}")
         rejects = _Rejects(folder / _REJECTS, max_rejects, _SCORING if eval_only else _TRAINING)
-        words = folder / _VOCABULARY
-        converter = Converter(config, columns, connection)
+        words, notes = folder / _VOCABULARY, list[str]()
+        converted = columns
         if config.id_mode == "frequency":
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
-            by_hash = Converter(config, replace(columns, features=tuple(hashed)), connection)
-            reader, rows = by_hash, _raw_rows(by_hash, files, rejects, eval_only=eval_only)
-            _write(folder / _SCRATCH, by_hash.schema, group_rows, rows)
+            converted = replace(columns, features=tuple(hashed))
+        converter = Converter(config, converted, connection)
+        schema, rows = converter.schema, _raw_rows(converter, files, rejects, notes, eval_only=eval_only)
+        if config.id_mode == "frequency":
+            _write(folder / _SCRATCH, schema, group_rows, rows)
             if config.vocabulary:
                 _copy_vocabulary(config, columns, words)
             else:
-                _count(_View(by_hash, folder / _SCRATCH / "train" / _FILE), columns, min_count, words)
+                _count(_View(connection, schema, folder / _SCRATCH / "train" / _FILE), columns, min_count, words)
             vocabularies = _read_vocabularies(words, columns)
             raw = raw.model_copy(update={"vocabulary": f"{out.absolute()}#{size_and_crc(words)[1]:08x}"})
             sized = [replace(f, rows=v.num_rows) if (v := vocabularies.get(f.table)) else f for f in columns.features]
-            converter = Converter(config, replace(columns, features=tuple(sized)), connection)
-            rows = _numbered_rows(folder / _SCRATCH, converter, vocabularies)
-        else:
-            reader, rows = converter, _raw_rows(converter, files, rejects, eval_only=eval_only)
-        num_rows = _write(folder, converter.schema, group_rows, rows)
-        columns, counts = converter.columns, reader.counts
-        profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
-        summary["notes"][:0] = reader.notes
+            columns = replace(columns, features=tuple(sized))
+            schema = prepared_schema(config, columns)
+            rows = _numbered_rows(folder / _SCRATCH, columns, schema, vocabularies)
+        num_rows = _write(folder, schema, group_rows, rows)
+        view = _View(connection, schema, folder / "train" / _FILE)
+        profile, summary = _summary(view, config, columns, tables_of(columns, **dims), converter.counts)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
-            summary["notes"].insert(0, f"Files of train_path also in eval_path inflate metrics: {shorten(both, ', ')}.")
+            notes.insert(0, f"Files of train_path also in eval_path inflate metrics: {shorten(both, ', ')}.")
         if config.split_column and not num_rows["eval"]:
-            summary["notes"].insert(0, f"There are no evaluation rows: {config.split_column} is never 'test'.")
+            notes.insert(0, f"There are no evaluation rows: {config.split_column} is never 'test'.")
+        summary["notes"][:0] = notes
         save_profile(profile, folder / _PROFILE)
         connection.close()
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
@@ -228,14 +230,24 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 
 
 def _raw_rows(
-    converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, *, eval_only: bool
+    converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, notes: list[str], *, eval_only: bool
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files."""
+    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files.
+
+    Columns that the config selects but that are not read are noted once each, in ``notes``: a rank other than 0 may be
+    the one that reads, and logs nothing.
+    """
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
     known = {*converter.columns.dense, *bags}
     in_order = [(setting, file) for setting, paths in files.items() for file in paths]
+
+    def note_unread(file: str, selected: set[str], first: str) -> None:
+        if new := sorted(selected - known):
+            known.update(new)
+            notes.append(f"{file}: columns not in {first} are not read: {shorten(new, ', ')}.")
+
     for number, (setting, file) in enumerate(in_order):
         schema = schema_of(file, config)
         names = set(schema.names)  # once: pyarrow rebuilds the names on each access, seconds for thousands of columns
@@ -243,7 +255,7 @@ def _raw_rows(
             raise InputError(f"{file}: column {absent[0]!r} is missing. Give all files the columns of the first.")
         found = find_columns(config, schema, file)
         lists = {feature.name: feature.is_bag for feature in found.features}
-        _note_unread(converter, file, {*found.dense, *lists} - known, in_order[0][1])
+        note_unread(file, {*found.dense, *lists}, in_order[0][1])
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form.")
@@ -252,7 +264,7 @@ def _raw_rows(
             rows, wrong = converter.convert(block)
             later = converter.keys(block).difference(names) if patterns else ()
             selected = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
-            _note_unread(converter, file, selected - known, "its first 1,000 lines")
+            note_unread(file, selected, "its first 1,000 lines")
             rejects.add(wrong)
             for part in _PARTS:
                 if eval_only or config.eval_path:
@@ -263,13 +275,6 @@ def _raw_rows(
                 chosen = rows.filter(pa.array(is_chosen)).select(converter.schema.names)
                 yield part, chosen, (number + block.share) / len(in_order)
             start += rows.num_rows
-
-
-def _note_unread(converter: Converter, file: str, names: set[str], first: str) -> None:
-    """Notes columns that are not read, each once: a rank other than 0 may be the one that reads, and logs nothing."""
-    if new := sorted(names - converter.unread):
-        converter.unread.update(new)
-        converter.notes.append(f"{file}: columns not in {first} are not read: {shorten(new, ', ')}.")
 
 
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:
@@ -343,16 +348,16 @@ def _grouped(rows: pa.Table) -> pa.Table:
 
 
 def _numbered_rows(
-    folder: Path, converter: Converter, vocabularies: Mapping[str, Vocabulary]
+    folder: Path, columns: Columns, schema: pa.Schema, vocabularies: Mapping[str, Vocabulary]
 ) -> Iterator[tuple[str, pa.Table, float]]:
     """Replaces hashes in the rows of a folder by ids; yields what `_raw_rows` yields."""
-    types = dict(zip(converter.schema.names, converter.schema.types, strict=True))
+    types = dict(zip(schema.names, schema.types, strict=True))
     for part in _PARTS:
         with pq.ParquetFile(folder / part / _FILE) as source:
             for number in range(source.num_row_groups):
                 table = source.read_row_group(number)
                 by_name = dict(zip(table.column_names, table.columns, strict=True))
-                for feature in converter.columns.features:
+                for feature in columns.features:
                     if feature.time is None:
                         hashes = by_name[feature.name].combine_chunks()
                         values = (hashes.flatten() if feature.is_bag else hashes).to_numpy()
@@ -360,15 +365,15 @@ def _numbered_rows(
                         if feature.is_bag:
                             ids = pa.LargeListArray.from_arrays(starts_of(hashes), ids)
                         by_name[feature.name] = ids.cast(types[feature.name])
-                yield part, pa.table(by_name, schema=converter.schema), (number + 1) / source.num_row_groups
+                yield part, pa.table(by_name, schema=schema), (number + 1) / source.num_row_groups
 
 
 class _View:
     """A prepared file as an SQL relation. Columns are read by number, since DuckDB ignores the case of names."""
 
-    def __init__(self, converter: Converter, file: Path) -> None:
-        self.converter = converter
-        self.columns = {name: f"#{i}" for i, name in enumerate(converter.schema.names, start=1)}
+    def __init__(self, connection: duckdb.DuckDBPyConnection, schema: pa.Schema, file: Path) -> None:
+        self.connection = connection
+        self.columns = {name: f"#{i}" for i, name in enumerate(schema.names, start=1)}
         self.rows = f"read_parquet({literal(glob.escape(str(file)))})"
 
     def counts(
@@ -402,7 +407,7 @@ class _View:
 
     def query(self, sql: str) -> pa.Table:
         """Returns the rows that ``sql`` selects."""
-        return self.converter.connection.sql(sql).to_arrow_table()
+        return self.connection.sql(sql).to_arrow_table()
 
 
 def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
@@ -448,10 +453,9 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 
 
 def _summary(
-    view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
+    view: _View, config: DataConfig, columns: Columns, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
     """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all valid rows."""
-    columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes, few = AccessProfile(tables), dict[str, Any](), [], dict[str, int]()
     ones = "NULL" if columns.label is None else f"count(*) FILTER ({view.columns[columns.label]} = 1)"
@@ -468,7 +472,7 @@ def _summary(
             rows, uses = rows[rows >= 0], uses[rows >= 0]
             profile.put(table.name, RowCounts(rows, uses))
             # Row 0 is for missing values, row 1 by frequency for rare values.
-            is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
+            is_known = rows > (1 if config.id_mode == "frequency" and feature.time is None else 0)
             known[name] = rows[is_known]
             features[name] = {
                 "missing": missing,
@@ -478,9 +482,9 @@ def _summary(
                 "most_frequent_share": round(float(uses[is_known].max(initial=0) / max(uses.sum(), 1)), 6),
             }
             if missing == num_rows > 0:
-                notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
-        if by_name[table.feature_names[0]].time is None and not view.converter.config.vocabulary:
-            notes += _notes(table.num_embeddings, known, few, is_hashed=id_mode == "hash")
+                notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (config.id_mode == 'index')}.")
+        if by_name[table.feature_names[0]].time is None and not config.vocabulary:
+            notes += _notes(table.num_embeddings, known, few, is_hashed=config.id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
     if few:

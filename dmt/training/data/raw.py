@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from dmt.errors import InputError
 from dmt.training.data.columns import CRITEO_CATEGORICAL, CRITEO_DENSE, Columns, Feature, kind_of
 from dmt.training.data.config import MOST_IDS, DataConfig
-from dmt.training.data.files import REQUEST, file_version, format_of, open_binary, starts_of
+from dmt.training.data.files import REQUEST, file_version, format_of, open_binary, prepared_schema, starts_of
 from dmt.training.data.hash import COUNTED, hash_rows
 
 __all__ = ["SPLIT", "Block", "Converter", "Reject", "connect", "literal", "raw_blocks", "schema_of", "used_columns"]
@@ -320,15 +320,11 @@ class Converter:
 
     def __init__(self, config: DataConfig, columns: Columns, connection: duckdb.DuckDBPyConnection) -> None:
         self.config, self.columns, self.connection = config, columns, connection
-        self.schema = columns.schema
-        """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
+        self.schema = prepared_schema(config, columns)
         self.counts = Counter[tuple[str, str]]()
         """Counts of valid rows, ``("", "rows")``, and of their missing dense values, ``(column, "missing")``."""
-        self.unread, self.notes = set[str](), list[str]()
-        """Columns that the config selects but that are not read, and notes on them."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
-            self.schema = self.schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
 
     def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
