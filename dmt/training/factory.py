@@ -35,7 +35,7 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
-from dmt.plan.tables import is_sequence, table_specs
+from dmt.plan.tables import TableSpec, is_sequence, table_specs
 from dmt.sptt.group_sharded import table_configs
 from dmt.testing.plain import is_table
 from dmt.training.data.batch import ClickBatch
@@ -87,7 +87,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         model = call_named(place, make, given)
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, not a torch.nn.Module. Return the model.")
-    _check_tables(place, model, job)
+    _check_parts(place, model, job)
     if device == "meta":
         _check_layers(place, model, job.topology.world_size)
     return model
@@ -205,21 +205,30 @@ def _errors_named(what: str) -> Iterator[None]:
         raise InputError(f"{what} {type(error).__name__}: {error} {place}. Correct the model's code.") from error
 
 
-def _check_tables(place: str, model: nn.Module, job: Job) -> None:
+def _check_parts(place: str, model: nn.Module, job: Job) -> None:
     """Raises `InputError` unless the model has the kind of sparse modules, the tables and the towers of the job."""
     has_towers, outside = job.config.model.has_towers, () if job.towers is None else job.towers.outside
-    wanted = [EmbeddingTowerCollection] * has_towers + [EmbeddingBagCollection] * (not has_towers or bool(outside))
+    wanted: list[type[nn.Module]] = [EmbeddingTowerCollection if has_towers else EmbeddingBagCollection]
+    beside = ""
+    if has_towers and outside:
+        wanted.append(EmbeddingBagCollection)
+        beside = f", one EmbeddingBagCollection of the features outside towers {outside!r:.99}"
     parts = sorted(_sparse_parts(model), key=lambda part: not isinstance(part, EmbeddingTowerCollection))
-    if list(map(type, parts)) != wanted:
-        kinds = ", ".join(type(part).__name__ for part in parts) or "none"
-        beside = f", one EmbeddingBagCollection of the features outside towers {outside!r:.99}" * (len(wanted) > 1)
+    if [type(part) for part in parts] != wanted:
+        found = ", ".join(type(part).__name__ for part in parts) or "none"
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
-            f"and no other module with tables, but has {kinds}. Build it that way (docs/training.md), or change "
+            f"and no other module with tables, but has {found}. Build it that way (docs/training.md), or change "
             "model.in_towers."
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
     by_tower = [table_specs(table_configs(p)) for sparse in parts for p in sparse.modules() if isinstance(p, kinds)]
+    _check_tables(place, job, by_tower)
+    if has_towers:
+        _check_towers(place, job, model, by_tower)
+
+
+def _check_tables(place: str, job: Job, by_tower: Sequence[Sequence[TableSpec]]) -> None:
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
     for name in {**given, **tables}:
@@ -230,8 +239,9 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
                 "EmbeddingCollection takes an EmbeddingConfig with these fields. Rows and features come from [data], "
                 "columns from model.embedding_dim and model.embedding_dims."
             )
-    if not has_towers:
-        return
+
+
+def _check_towers(place: str, job: Job, model: nn.Module, by_tower: Sequence[Sequence[TableSpec]]) -> None:
     for module in tower_modules(model):
         sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -240,12 +250,12 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
                 "positive integers: how many values per sample enter and leave the module."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
-    lists = job.towers.tables_by_tower(job.split_tables)
-    if outside:
+    lists, last_tower = job.towers.tables_by_tower(job.split_tables), ""
+    if job.towers.outside:
         lists.append(job.towers.outside_tables(job.split_tables))
+        last_tower = " The collection outside towers counts as the last tower."
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
-    last_tower = " The collection outside towers counts as the last tower." * bool(outside)
     for number, (actual, expected) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
         if actual != expected:
             raise InputError(
