@@ -31,6 +31,7 @@ from dmt.training.data.deal import rank_batch
 from dmt.training.data.source import SourceState
 from dmt.training.device import on_all_ranks, on_first_rank, random_state, set_random_state
 from dmt.training.job import Job
+from dmt.training.preflight import check_rows
 from dmt.training.trained import changed_settings, check_encoding
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "checkpoint_folder",
     "find_start",
     "folder_lock",
+    "last_step",
     "open_lock",
     "progress_of",
     "restore_hot_rows",
@@ -138,7 +140,8 @@ def start_from(folder: Path, job: Job) -> Start:
 
     Raises:
         InputError: the checkpoint cannot be read; its run had another model, other towers or another encoding of rows;
-            or the checkpoint is this run's own, and the data or the seed have changed.
+            or the checkpoint is this run's own, and the data or the seed have changed, a step now takes more rows than
+            there are, or settings of the optimizer have changed after the last step.
     """
     config, files, plan = job.config, job.data.files("train"), job.towers
     is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
@@ -167,7 +170,14 @@ def start_from(folder: Path, job: Job) -> Start:
     notes[20:] = [f"and {len(notes) - 20} more changes"] if len(notes) > 20 else []
     if not is_own:
         return Start(folder=folder, lines=(f"weights and optimizer states from {folder}", *notes))
-    at = saved.position
+    at, last = saved.position, last_step(job, saved.position)
+    check_rows(config, step_rows(job, at) // config.train.batch_size, job.data.num_rows("train"))
+    unused = [text for text in notes if text.startswith("optimizer.")]
+    if unused and last is not None and last <= at.step:
+        raise InputError(
+            f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
+            "train.max_steps or train.epochs, or give another train.output_dir."
+        )
     line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
 
@@ -226,6 +236,16 @@ def step_rows(job: Job, at: Position) -> int:
     """Returns the number of rows that all ranks together use in a step after a position."""
     world_size = job.topology.world_size
     return rank_batch(at.lanes or world_size, world_size, job.config.train.batch_size) * world_size
+
+
+def last_step(job: Job, at: Position) -> int | None:
+    """Returns the last step of training from a position on; None if no limit is known."""
+    config, rows, rows_per_step = job.config.train, job.data.num_rows("train"), step_rows(job, at)
+    limits = [] if config.max_steps is None else [config.max_steps]
+    if rows is not None:
+        later_epochs = config.epochs - at.epoch - 1
+        limits.append(at.step + (rows - at.rows) // rows_per_step + later_epochs * (rows // rows_per_step))
+    return min(limits, default=None)
 
 
 @contextmanager

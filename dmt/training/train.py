@@ -20,7 +20,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
@@ -43,13 +42,14 @@ from dmt.training.device import current_device, on_all_ranks, on_first_rank, pea
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_lookups, measure_traffic
-from dmt.training.preflight import check_rows, preflight
+from dmt.training.preflight import preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
     Position,
     checkpoint_folder,
     find_start,
     folder_lock,
+    last_step,
     progress_of,
     restore_hot_rows,
     restore_run,
@@ -109,14 +109,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     # First, as it finds out whether all hosts share the folder.
     saver = Checkpointer(folder, mesh, keep=train.keep_checkpoints, asynchronous=train.async_save)
     start = find_start(job, mesh)
-    check_rows(config, step_rows(job, start.position) // config.train.batch_size, job.data.num_rows("train"))
-    unused = [text for text in start.lines if text.startswith("optimizer.")]
-    last = _last_step(job, start.position, step_rows(job, start.position))
-    if unused and last is not None and last <= start.position.step:
-        raise InputError(
-            f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
-            "train.max_steps or train.epochs, or give another train.output_dir."
-        )
     record = on_all_ranks(partial(RunRecord, config, enabled=mesh.rank == 0, resumed_step=start.position.step), mesh)
     record.say([*settings_lines(config), *start.lines])
     on_all_ranks(lambda: record.sharding(job.sharding), mesh)
@@ -187,7 +179,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     config, mesh = run.job.config.train, run.mesh
     at = replace(at, lanes=at.lanes or mesh.topology.world_size)
     rows_per_step = step_rows(run.job, at)
-    last = _last_step(run.job, at, rows_per_step)
+    last = last_step(run.job, at)
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     # Called after each step: they average the replicas, or choose hot rows again, when that is due.
@@ -376,13 +368,3 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         "bytes_per_sample": traffic.per_sample(rows),
         **options,
     }
-
-
-def _last_step(job: Job, at: Position, rows_per_step: int) -> int | None:
-    """Returns the last step of training from a position on; None if no limit is known."""
-    config, rows = job.config.train, job.data.num_rows("train")
-    limits = [] if config.max_steps is None else [config.max_steps]
-    if rows is not None:
-        later_epochs = config.epochs - at.epoch - 1
-        limits.append(at.step + (rows - at.rows) // rows_per_step + later_epochs * (rows // rows_per_step))
-    return min(limits, default=None)
