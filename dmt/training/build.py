@@ -28,7 +28,7 @@ from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
+from dmt.sptt.micro_batches import run_in_micro_batches
 from dmt.sptt.outside import OutsideCollectionSharder
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
@@ -206,14 +206,14 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         model = on_all_ranks(lambda: with_own_values(job), mesh)
     task = ClickTask(build_model(job, device="meta") if model is None else model)
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
+    fused = fused_params(config.optimizer, job.device_type)
     if config.dataflow == "flat":
-        fused = fused_params(config.optimizer, job.device_type)
         sharders, plan = shard_flat(job, task, mesh, fused)
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
         options: dict[str, Any] = {
-            "fused_params": fused_params(config.optimizer, job.device_type),
+            "fused_params": fused,
             "unique": config.sharding.unique,
             "peer_precision": config.sharding.precision,
             "moment_scale": config.replicas.moment_scale,
@@ -221,7 +221,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         if config.model.has_towers:
             sharders = [
                 TowerCollectionSharder(mesh, placement=job.placement, **options),
-                OutsideCollectionSharder(mesh, fused_params=options["fused_params"]),
+                OutsideCollectionSharder(mesh, fused_params=fused),
             ]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
@@ -263,15 +263,14 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     optimizer.zero_grad()
 
 
-def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
-    """Makes a sharded `ClickTask` cut batches into ``train.micro_batches`` parts; returns the handle, or None for 1.
+def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> None:
+    """Makes a sharded `ClickTask` cut batches into ``train.micro_batches`` parts.
 
     Raises `InputError` if the model was sharded with the flat dataflow.
     """
-    if config.micro_batches == 1:
-        return None
-    task: Any = model.module
-    return run_in_micro_batches(task.model, config.micro_batches)
+    if config.micro_batches > 1:
+        task: Any = model.module
+        run_in_micro_batches(task.model, config.micro_batches)
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
