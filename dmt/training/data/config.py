@@ -166,15 +166,17 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Refuses keys that do not apply to the kind or exclude each other, and a kind without the keys it needs."""
-        files = ("train_path", "eval_path", "eval_fraction", "split_column", "timestamps", "csv_separator")
-        tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary", "sequences")
+        named = ("split_column", "timestamps", "csv_separator")  # of files whose columns have names
+        files = ("train_path", "eval_path", "eval_fraction", *named)
+        sizes = ("num_embeddings", "num_embeddings_per_feature")
         columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by", "max_length")
+        tables = (*sizes, "shared_tables", "vocabulary", "sequences")
         rest = ("prepared", "source", "options")
         defaults = DataConfig.model_construct()
         given = [name for name, value in self if value != getattr(defaults, name)]
         meaningless = {
-            "synthetic": (*files, *rest, *tables[:2], "group_by", "dense_transform", "max_length"),
-            "criteo_tsv": (*rest, *files[3:], "multi_hot", "sequences", "max_length"),
+            "synthetic": (*files, *rest, *sizes, "group_by", "dense_transform", "max_length"),
+            "criteo_tsv": (*rest, *named, "multi_hot", "sequences", "max_length"),
             "source": (*files, "prepared", "group_by", "vocabulary"),
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)
