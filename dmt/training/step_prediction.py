@@ -40,14 +40,18 @@ FLAT = "flat (TorchRec)"
 """Name of the alternative to which the others are compared."""
 _SAME, _RATIOS = "SPTT, same model", (2, 4, 16)
 # Sections of a config, or keys of sections, that its alternatives keep; the rest describes the run's towers.
-_SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
+_PRECISIONS = {"forward_precision", "backward_precision", "table_precision"}
 _KEPT: dict[str, Any] = {
-    **{"data": True, "model": True, "optimizer": True, "sharding": set(_SHARDING.split()), "replicas": {"sync_every"}},
+    **dict.fromkeys(("data", "model", "optimizer"), True),
+    "sharding": {"memory_gib", "cluster", "pooling_factors", *_PRECISIONS},
+    "replicas": {"sync_every"},
     "train": {"batch_size", "prefetch_ids", "micro_batches", "device"},
 }
 # What an alternative may change.
-_CHANGED: dict[str, Any] = dict.fromkeys(("model", "topology", "sharding", "towers", "hot_rows", "replicas"), True)
-_CHANGED["train"] = {"dense_reduce", "micro_batches"}
+_CHANGED: dict[str, Any] = {
+    **dict.fromkeys(("model", "topology", "sharding", "towers", "hot_rows", "replicas"), True),
+    "train": {"dense_reduce", "micro_batches"},
+}
 
 
 class Prediction(NamedTuple):
@@ -80,8 +84,9 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
     Jobs that differ only in model, towers and topology may share ``counted``, a cache of the operators by model.
     """
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
-    of_towers = job.towers and (job.towers.to_lists() if job.config.model.has_towers else job.towers.column_splits)
-    counted, key = {} if counted is None else counted, f"{job.config.model!r} {of_towers or None}"
+    counted = {} if counted is None else counted
+    towers = job.towers.to_lists() if job.towers is not None and job.config.model.has_towers else job.column_splits
+    key = f"{job.config.model!r} {towers}"
     if key not in counted:
         model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
         counted[key] = count_operators(model, job.num_dense)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import ShardingRules, TablePlacement
 from dmt.training.commands import Shown
-from dmt.training.config import load_config
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.job import Job, check_table_optimizer, open_job, step_workload
 
 __all__ = ["run_partition", "run_plan"]
@@ -42,8 +43,9 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
             "Give --checkpoint RUN_DIR; or, for towers from interactions without a model, --data FILE and "
             f"--tower-module {' or '.join(_TOWER_MODULES)}, with --strategy auto or interactions."
         )
-    if run is not None and module is None:
-        module = _module_of(run, options["function"])
+    config = cache(lambda: _config_of(run, data, options["function"]))  # which reads the whole checkpoint of a run
+    if run is not None and module is None and config().model.factory is None:
+        module = config().model.arch.removeprefix("dmt-")
     keeps_interactions = _keeps_interactions(module)
     if strategy == "auto":
         # Interactions gave better towers for modules that keep them (benchmarks/results/interaction_towers.md); there
@@ -66,7 +68,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         rules=rules,
     )
     partitioner.check()  # before a model is loaded and run
-    partition = partitioner.partition(_measure(options, rules, strategy))
+    partition = partitioner.partition(_measure(options, rules, strategy, config))
     partition = replace(partition, plan=replace(partition.plan, command=command))
     partition.plan.save(options["out"])
     click.echo(f"Written to {options['out']}.", err=True)
@@ -76,12 +78,15 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     return Shown(json.loads(options["out"].read_text()), headers, rows, right=range(1, len(headers) - 1), lines=lines)
 
 
-def _module_of(run: Path, functions: Sequence[str]) -> str | None:
-    """Returns the tower module of a run's model; None for a user's own model."""
+def _config_of(run: Path | None, data: str | None, functions: Sequence[str]) -> TrainingConfig:
+    """Returns the config of a run, with ``data`` in place of its rows if given; without a run, the demo's."""
+    from dmt.training.commands.demo import demo_settings
     from dmt.training.trained import checkpoint_of
 
-    model = checkpoint_of(run, functions=functions)[1].model
-    return None if model.factory is not None else model.arch.removeprefix("dmt-")
+    if run is not None:
+        return checkpoint_of(run, data, functions)[1]
+    assert data is not None, "checked before"
+    return load_config("demo", demo_settings(data))
 
 
 def _keeps_interactions(module: str | None) -> bool:
@@ -92,19 +97,18 @@ def _keeps_interactions(module: str | None) -> bool:
     return bool(getattr(dmt.models.tower_modules, _TOWER_MODULES[module]).keeps_interactions)
 
 
-def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -> FeatureAffinity:
+def _measure(
+    options: Mapping[str, Any], rules: PartitionRules, strategy: str, config: Callable[[], TrainingConfig]
+) -> FeatureAffinity:
     """Measures what the strategy needs, after checking the rules against the features."""
     from dmt.training.affinity import affinity_of_run, interactions_of
-    from dmt.training.commands.demo import demo_settings
-    from dmt.training.trained import checkpoint_of
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
     click.echo(f"Measuring {'interactions' if strategy == 'interactions' else 'affinity'} of {data or run}", err=True)
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
-    config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
     # A file alone does not determine the tables: the model chooses their number of columns.
-    return interactions_of(config, with_tables=run is not None, seed=options["seed"], rules=rules)
+    return interactions_of(config(), with_tables=run is not None, seed=options["seed"], rules=rules)
 
 
 def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[str]]:

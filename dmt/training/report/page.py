@@ -196,7 +196,9 @@ def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> 
 
 def _percent(first: float, second: float) -> str:
     part = _ratio(first, second)
-    return "none" if part is None and not second else "-" if part is None else f"{part:.0%}"
+    if part is None:
+        return "-" if second else "none"
+    return f"{part:.0%}"
 
 
 def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
