@@ -25,7 +25,7 @@ from dmt.sptt.state import TowerState
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_lookups", "measure_traffic"]
+__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_lookups", "measure_traffic", "settled_time"]
 
 _BINS = 2**20
 # Steps left out of the speed: the first ones allocate, compile, and exchange sizes that then stay the same.
@@ -114,7 +114,7 @@ class StepTimer:
 
     def step(self, *, awaits_gpu: bool = False) -> None:
         """Counts a step that has just ended; ``awaits_gpu``: first waits until the GPU has finished its work."""
-        now = _settled_time() if awaits_gpu else time.perf_counter()
+        now = settled_time() if awaits_gpu else time.perf_counter()
         if self._left_out:
             self._left_out -= 1
         else:
@@ -122,7 +122,8 @@ class StepTimer:
         self._since = now
 
 
-def _settled_time() -> float:
+def settled_time() -> float:
+    """Waits until the current GPU, if one is in use, has finished its work; returns `time.perf_counter`."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -139,10 +140,10 @@ def measure_lookups(
     seconds: list[float] = []
 
     def begin(*_: Any) -> None:
-        seconds[-1] -= _settled_time()
+        seconds[-1] -= settled_time()
 
     def end(*_: Any) -> None:
-        seconds[-1] += _settled_time()
+        seconds[-1] += settled_time()
 
     with ExitStack() as hooks:
         for module in model.modules():

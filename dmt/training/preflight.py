@@ -23,14 +23,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
 from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
-from dmt.training.device import (
-    DeviceType,
-    compare_hosts,
-    current_device,
-    on_all_ranks,
-    on_first_rank,
-    this_machine,
-)
+from dmt.training.device import DeviceType, compare_hosts, current_device, on_all_ranks, on_first_rank, this_machine
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_table_optimizer
 from dmt.training.records import versions
@@ -165,13 +158,12 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 
 
 class Place(NamedTuple):
-    """The memory that a rank shares with the other ranks of the same place: a machine's, or a GPU's."""
+    """A GPU, or a machine (of CPU ranks), whose memory its ranks share."""
 
     name: str
-    """Name of host and GPU, for messages."""
+    """Host and GPU, for messages."""
     num_bytes: int
     machine: str
-    """`this_machine`."""
 
 
 def this_place(kind: DeviceType) -> Place:

@@ -89,7 +89,7 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
     checked_model(job)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
-        reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=600)
+        reports = run_on_ranks(_quietly, run.job.topology.world_size, run, timeout_s=600)
     return compare_ranks(run, reports)
 
 

@@ -105,7 +105,7 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     torch.manual_seed(run.config.train.seed)
     # The plain module has FP32 tables.
     plain = replace(run.job, tables=tuple(replace(table, data_type="FP32") for table in run.job.tables))
-    tasks = [ClickTask(without_dropout(build_model(plain))) for _ in range(run.topology.num_replicas)]
+    tasks = [ClickTask(without_dropout(build_model(plain))) for _ in range(run.job.topology.num_replicas)]
     with torch.no_grad():
         for name, weight in tasks[0].named_parameters():
             if run.config.sharding.table_precision == "fp16" and is_table(name):
@@ -171,13 +171,13 @@ def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> N
 
 
 def _batches(run: CheckedRun, step: int) -> list[ClickBatch]:
-    return [draw_batch(run, rank, step) for rank in range(run.topology.world_size)]
+    return [draw_batch(run, rank, step) for rank in range(run.job.topology.world_size)]
 
 
 def _backward(run: CheckedRun, tasks: Sequence[ClickTask], step: int) -> list[float]:
     """Computes gradients of the mean of the ranks' losses in each replica; returns the losses by rank."""
-    batches, losses = _batches(run, step), [0.0] * run.topology.world_size
-    for task, ranks in zip(tasks, run.topology.sharding_groups(), strict=True):
+    batches, losses = _batches(run, step), [0.0] * run.job.topology.world_size
+    for task, ranks in zip(tasks, run.job.topology.sharding_groups(), strict=True):
         task.zero_grad()
         for rank in ranks:
             loss, _ = task(batches[rank])

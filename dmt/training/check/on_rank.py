@@ -100,7 +100,7 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     Raises:
         InputError: the run cannot be built from its config, or `compute_expected` raises it.
     """
-    checks = _Checks(rank, run, TowerMesh(run.topology))
+    checks = _Checks(rank, run, TowerMesh(run.job.topology))
     checks.logits_and_gradients(checks.exact)
     if run.config != checks.exact:
         checks.logits_and_gradients(run.config)

@@ -58,11 +58,6 @@ class CheckedRun:
         """Config of the shrunk run."""
         return self.job.config
 
-    @property
-    def topology(self) -> TowerTopology:
-        """Topology of the shrunk run."""
-        return self.config.topology.build()
-
 
 def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     """Shrinks a run to the limits. In the tower dataflow every table keeps its sharding scheme, every tower its module.

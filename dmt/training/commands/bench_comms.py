@@ -32,6 +32,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import Shown
 from dmt.training.config import TopologyConfig, TrainingConfig
 from dmt.training.device import compare_hosts, current_device, device_type, process_group, this_machine
+from dmt.training.metrics import settled_time
 
 __all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
@@ -71,7 +72,7 @@ def measure_cluster(name: str, mesh: TowerMesh, device: torch.device) -> Cluster
     groups = {shape: mesh.new_group(cut(topology, *shape)) for shape in shapes_of(topology)}
     layers = _layers(device, 2, _WIDTH, _SAMPLES)
     small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
-    computing = _time(layers, mesh, device)
+    computing = _time(layers, mesh)
     # Cores per rank while all ranks work: below 1 if ranks share cores. On a GPU, a core only waits, in a loop that
     # would count as work.
     cores = 0.0 if device.type == "cuda" else computing.core_s / computing.seconds
@@ -83,9 +84,9 @@ def measure_cluster(name: str, mesh: TowerMesh, device: torch.device) -> Cluster
         ranks_per_host=topology.host_size,
         # Two layers, each of one product forward and two backward.
         matmul_flops=2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH / computing.seconds,
-        memory_bytes_per_s=2 * source.nbytes / _time(lambda: target.copy_(source), mesh, device).seconds,
-        lookup_bytes_per_s=3 * _LOOKUPS * _COLUMNS * 4 / _time(_lookups(device), mesh, device).seconds,
-        operator_s=_time(small_layers, mesh, device).seconds / operators,
+        memory_bytes_per_s=2 * source.nbytes / _time(lambda: target.copy_(source), mesh).seconds,
+        lookup_bytes_per_s=3 * _LOOKUPS * _COLUMNS * 4 / _time(_lookups(device), mesh).seconds,
+        operator_s=_time(small_layers, mesh).seconds / operators,
         all_to_all=_rates("all_to_all", groups, mesh, device, cores),
         exchange=_rates("exchange", groups, mesh, device, cores),
         all_reduce=_rates("all_reduce", groups, mesh, device, cores),
@@ -140,7 +141,7 @@ def _rates(
     for shape, group in groups.items():
         numbers = [number // group.size() * group.size() for number in (group.size(), _BYTES // 4)]
         values = [torch.zeros(number, device=device) for number in numbers]
-        few, many = (_time(partial(_collective, kind, group, value), mesh, device) for value in values)
+        few, many = (_time(partial(_collective, kind, group, value), mesh) for value in values)
         uplink, inside = bytes_sent(kind, values[1].nbytes - values[0].nbytes, topology, cut(topology, *shape))
         if many.seconds <= few.seconds:
             raise InputError(
@@ -210,23 +211,18 @@ def bytes_sent(
     return total * across / topology.num_hosts, total * (1 - across) / world
 
 
-def _time(work: Callable[[], Any], mesh: TowerMesh, device: torch.device) -> _Timing:
+def _time(work: Callable[[], Any], mesh: TowerMesh) -> _Timing:
     """Times work that all ranks do at once, each repetition after a barrier; collective."""
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     work()  # the first call opens connections and touches memory
     spans, core = [], 0.0
     for _ in range(_REPEATS):
-        settle()
+        settled_time()
         dist.barrier(mesh.global_group)
         begin, cpu = time.perf_counter(), time.process_time()
         work()
-        settle()
+        end = settled_time()
         core += time.process_time() - cpu
-        spans.append(time.perf_counter() - begin)
+        spans.append(end - begin)
     ranks = gather_objects((spans, core / _REPEATS), mesh.global_group)
     slowest = [max(times) for times in zip(*(spans for spans, _ in ranks), strict=True)]
     return _Timing(statistics.median(slowest), statistics.mean(core for _, core in ranks))

@@ -177,7 +177,7 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
     topology = {"num_towers": 6, "ranks_per_tower": 4}
     config = small("dmt-dlrm", topology=topology, sharding={"tables": SCHEMES | {"t_C4": "row_wise"}})
     run = shrunk(config, tmp_path, max_ranks=4)
-    assert (run.topology.num_towers, run.topology.ranks_per_tower) == (2, 2)
+    assert (run.job.topology.num_towers, run.job.topology.ranks_per_tower) == (2, 2)
     assert run.job.placement == (0, 0, 0, 1, 1, 1)
     assert run.job.towers.num_towers == 6, "every tower keeps its module"
     assert {n: p.scheme for n, p in placements(run.job).items()} == SCHEMES | {"t_C4": "row_wise"}
@@ -205,7 +205,7 @@ def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:
     run = shrunk(small("dmt-dlrm", topology=topology, replicas=own, optimizer={"warmup_steps": 100}), tmp_path)
     assert (run.config.replicas.sync_every, run.config.replicas.moment_scale) == (2, 2)
     assert len(run.reduced) == 4
-    assert run.job.sharding.topology == run.topology
+    assert run.job.sharding.topology == run.job.topology
 
 
 def test_batches_have_bags_and_unequal_sizes(tmp_path: Path) -> None:
