@@ -36,6 +36,7 @@ from dmt.formatting import shorten
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import TableSpec, is_sequence, table_specs
+from dmt.plan.towers import TowerPlan
 from dmt.sptt.group_sharded import table_configs
 from dmt.testing.plain import is_table
 from dmt.training.data.batch import ClickBatch
@@ -87,7 +88,9 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         model = call_named(place, make, given)
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, not a torch.nn.Module. Return the model.")
-    _check_parts(place, model, job)
+    by_tower = _checked_tables(place, model, job)
+    if towers is not None:
+        _check_towers(place, model, towers, job.split_tables, by_tower)
     if device == "meta":
         _check_layers(place, model, job.topology.world_size)
     return model
@@ -205,8 +208,8 @@ def _errors_named(what: str) -> Iterator[None]:
         raise InputError(f"{what} {type(error).__name__}: {error} {place}. Correct the model's code.") from error
 
 
-def _check_parts(place: str, model: nn.Module, job: Job) -> None:
-    """Raises `InputError` unless the model has the kind of sparse modules, the tables and the towers of the job."""
+def _checked_tables(place: str, model: nn.Module, job: Job) -> list[tuple[TableSpec, ...]]:
+    """Returns a model's tables by tower; raises `InputError` unless its sparse modules and tables fit the job."""
     has_towers, outside = job.config.model.has_towers, () if job.towers is None else job.towers.outside
     wanted: list[type[nn.Module]] = [EmbeddingTowerCollection if has_towers else EmbeddingBagCollection]
     beside = ""
@@ -223,12 +226,6 @@ def _check_parts(place: str, model: nn.Module, job: Job) -> None:
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
     by_tower = [table_specs(table_configs(p)) for sparse in parts for p in sparse.modules() if isinstance(p, kinds)]
-    _check_tables(place, job, by_tower)
-    if has_towers:
-        _check_towers(place, job, model, by_tower)
-
-
-def _check_tables(place: str, job: Job, by_tower: Sequence[Sequence[TableSpec]]) -> None:
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
     for name in {**given, **tables}:
@@ -239,9 +236,13 @@ def _check_tables(place: str, job: Job, by_tower: Sequence[Sequence[TableSpec]])
                 "EmbeddingCollection takes an EmbeddingConfig with these fields. Rows and features come from [data], "
                 "columns from model.embedding_dim and model.embedding_dims."
             )
+    return by_tower
 
 
-def _check_towers(place: str, job: Job, model: nn.Module, by_tower: Sequence[Sequence[TableSpec]]) -> None:
+def _check_towers(
+    place: str, model: nn.Module, towers: TowerPlan, given: Sequence[TableSpec], by_tower: Sequence[Sequence[TableSpec]]
+) -> None:
+    """Raises `InputError` unless the tower modules have sizes, and each tower the tables that the plan gives it."""
     for module in tower_modules(model):
         sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -249,10 +250,9 @@ def _check_towers(place: str, job: Job, model: nn.Module, by_tower: Sequence[Seq
                 f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Set both to "
                 "positive integers: how many values per sample enter and leave the module."
             )
-    assert job.towers is not None, "a model in towers has the tower dataflow"
-    lists, last_tower = job.towers.tables_by_tower(job.split_tables), ""
-    if job.towers.outside:
-        lists.append(job.towers.outside_tables(job.split_tables))
+    lists, last_tower = towers.tables_by_tower(given), ""
+    if towers.outside:
+        lists.append(towers.outside_tables(given))
         last_tower = " The collection outside towers counts as the last tower."
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
