@@ -28,7 +28,6 @@ from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
 from dmt.training.checkpoints.store import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
-from dmt.training.data.source import SourceState
 from dmt.training.device import on_all_ranks, on_first_rank, random_state, set_random_state
 from dmt.training.job import Job
 from dmt.training.preflight import check_rows
@@ -82,8 +81,8 @@ class Start:
     """Where to continue; the beginning if the checkpoint is another run's."""
     files: list[tuple[str, int, int]] = field(default_factory=list)
     """`ClickData.files` of the training rows; a run continues on the same files only."""
-    sources: list[SourceState | None] = field(default_factory=list)
-    """State of the user's source on each rank."""
+    sources: list[tuple[int, str] | None] = field(default_factory=list)
+    """State of the user's source on each rank (`SourceState`)."""
     folder: Path | None = None
     """Folder of the checkpoint; None if there is none. A checkpoint does not keep it."""
     lines: tuple[str, ...] = ()

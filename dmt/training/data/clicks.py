@@ -88,7 +88,7 @@ class ClickData:
         if config.kind == "synthetic":
             self._open_synthetic()
         elif config.kind == "source":
-            from dmt.training.data.source import SourceRows  # which loads torch
+            from dmt.training.data.source import SourceRows  # which loads torch and DuckDB
 
             self.source = SourceRows(config)
             self.columns = self.source.columns

@@ -10,18 +10,18 @@ import io
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.training.data.columns import find_columns
 from dmt.training.data.config import DataConfig
+from dmt.training.data.raw import Block, Converter, connect, used_columns
 from dmt.training.functions import call_named, load_function
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["SourceRows", "SourceState"]
 
@@ -42,8 +42,6 @@ class SourceRows:
     """
 
     def __init__(self, config: DataConfig) -> None:
-        from dmt.training.data.raw import Converter, connect  # which loads DuckDB
-
         assert config.source is not None, "the config has kind 'source'"
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
@@ -82,8 +80,6 @@ class SourceRows:
             InputError: a batch is not a table, has other columns or an invalid value, or a state cannot be saved.
             RankError: with a group, the function raised another exception. All ranks of a group raise the same error.
         """
-        from dmt.collectives import run_on_all_or_raise
-
         tables = _cut(self._rows(split, rank, world_size, epoch, start), batch_size, keep_rest=split == "eval")
         waiting: list[pa.Table] = []
 
@@ -100,8 +96,6 @@ class SourceRows:
 
     def _rows(self, split: str, rank: int, world_size: int, epoch: int, start: int) -> Iterator[pa.Table]:
         """Yields a rank's prepared rows from row ``start`` on, a table per batch of the source; records its states."""
-        from dmt.training.data.raw import Block, used_columns
-
         source, before, state = self._call(split, rank, world_size, epoch), 0, self.start_state
         has_state = split == "train" and hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         if split == "train":
