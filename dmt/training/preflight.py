@@ -28,16 +28,7 @@ from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_table_optimizer
 from dmt.training.records import versions
 
-__all__ = [
-    "Place",
-    "check_memory",
-    "check_rows",
-    "check_same_input",
-    "checked_model",
-    "memory_limit",
-    "preflight",
-    "this_place",
-]
+__all__ = ["check_rows", "check_same_input", "checked_model", "preflight"]
 
 logger = logging.getLogger(__name__)
 

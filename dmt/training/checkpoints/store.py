@@ -248,11 +248,10 @@ class Checkpointer:
         ranks = mesh.topology.sharding_groups()[0]
         # A separate group: the thread may not use a group that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo", timeout=group_timeout(mesh.global_group))
-        self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
+        self._writes, self._leads = mesh.rank in ranks, mesh.rank == 0
         self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
         self._pending: Future[str | None] | None = None
-        prepare = partial(prepare_folder, self._folder) if self._leads else str
-        mark = self._folder / run_on_all_or_raise(prepare, mesh.global_group)[ranks[0]]
+        mark = self._folder / on_first_rank(partial(prepare_folder, self._folder), mesh)
         sees = run_on_all_or_raise(mark.exists, mesh.global_group)  # raises without permission
         if self._leads:
             mark.rmdir()

@@ -56,13 +56,10 @@ class RunComparison(NamedTuple):
     """AUC of the second run minus that of the first."""
     auc_noise: float
     """The larger standard error of the two AUCs (`auc_standard_error`)."""
+    within_noise: bool
+    """Whether the AUCs are equal, differ by less than ``auc_noise``, or are NaN."""
     accuracy: str
     """A sentence about AUC that claims no more than the noise allows."""
-
-    @property
-    def within_noise(self) -> bool:
-        """Whether the AUCs are equal, differ by less than ``auc_noise``, or are NaN."""
-        return not (self.auc_difference != 0 and abs(self.auc_difference) >= self.auc_noise)
 
 
 def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
@@ -107,10 +104,10 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     ]
     noise, difference = max(errors), second["eval_auc"] - first["eval_auc"]
     text = f"{names[1]} has AUC {second['eval_auc']:.4f} and {names[0]} {first['eval_auc']:.4f}"
-    comparison = RunComparison(difference, noise, text)
+    within_noise = not (difference != 0 and abs(difference) >= noise)
     if math.isnan(noise):
         text += f"; the two cannot be compared: {_NOT_KNOWN}."
-    elif comparison.within_noise:
+    elif within_noise:
         text += (
             f": the difference of {difference:+.4f} is within the noise of the evaluation (one standard error is "
             f"{noise:.4f}), so neither is better by this measure."
@@ -120,7 +117,7 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
             f": {'higher' if difference > 0 else 'lower'} by {abs(difference):.4f}, where one standard error of the "
             f"evaluation is {noise:.4f}. Another training seed may move it too."
         )
-    return comparison._replace(accuracy=text)
+    return RunComparison(difference, noise, within_noise, text)
 
 
 def write_report(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_output, fsync_path
 from dmt.plan.towers import TowerPlan
@@ -24,7 +23,7 @@ from dmt.training.build import build_model, replica_sync, shard_model
 from dmt.training.checkpoints.store import load
 from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import current_device, on_all_ranks, process_group
+from dmt.training.device import current_device, on_all_ranks, on_first_rank, process_group
 from dmt.training.job import Job, make_job
 from dmt.training.preflight import check_same_input
 from dmt.training.serving.export import writing
@@ -127,8 +126,7 @@ def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
     """Writes the predictions of all ranks; collective, and an error on one rank is raised on all."""
     device = current_device(job.device_type)
     with ExitStack() as stack, torch.no_grad():
-        make_folder = partial(stack.enter_context, _new_folder(out)) if mesh.rank == 0 else partial(Path, out)
-        folder = run_on_all_or_raise(writing(out)(make_folder), mesh.global_group)[0]
+        folder = on_first_rank(writing(out)(partial(stack.enter_context, _new_folder(out))), mesh)
 
         def start() -> tuple[Predictions, Iterator[ClickBatch]]:
             first_row, batches = job.data.part(mesh.rank, job.topology.world_size, job.config.train.batch_size)
