@@ -225,8 +225,7 @@ def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
 
 def on_first_rank(work: Callable[[], Value], mesh: TowerMesh) -> Value:
     """Calls ``work`` on rank 0, and returns its value on every rank; raises what `on_all_ranks` does. Collective."""
-    value, *_ = run_on_all_or_raise(lambda: work() if mesh.rank == 0 else None, mesh.global_group)
-    return cast(Value, value)
+    return cast(Value, run_on_all_or_raise(lambda: work() if mesh.rank == 0 else None, mesh.global_group)[0])
 
 
 def this_machine() -> str:

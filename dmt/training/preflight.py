@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt.collectives import by_path, check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, shorten
 from dmt.models.complexity import Complexity, tower_modules
@@ -33,11 +33,7 @@ __all__ = ["check_rows", "check_same_input", "checked_model", "preflight"]
 logger = logging.getLogger(__name__)
 
 # Paths may differ between hosts; the files that they name may not.
-_PATHS = (
-    *(("data", key) for key in ("prepared", "train_path", "eval_path")),
-    ("towers", "plan"),
-    ("sharding", "cluster"),
-)
+_PATHS = ("data.prepared", "data.train_path", "data.eval_path", "towers.plan", "sharding.cluster")
 
 
 def checked_model(job: Job) -> nn.Module:
@@ -120,9 +116,9 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     Raises:
         InputError: a rank differs from the first; every rank gets the same message, with the setting or file and hosts.
     """
-    given: dict[str, Any] = job.config.model_dump(mode="json")
-    for section, key in _PATHS:
-        del given[section][key]
+    given = by_path(job.config.model_dump(mode="json"))
+    for path in _PATHS:
+        del given[path]
     data = job.data
     given |= {
         "versions": versions(),
@@ -152,7 +148,6 @@ class Place(NamedTuple):
     """A GPU, or a machine (of CPU ranks), whose memory its ranks share."""
 
     name: str
-    """Host and GPU, for messages."""
     num_bytes: int
     machine: str
 

@@ -214,9 +214,8 @@ def restore_run(
 
 def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:
     """Restores the copies and counts of hot rows from the checkpoint that a run resumes from, if any; collective."""
-    folder = start.folder
-    if hot is not None and folder is not None and start.position.step:
-        state = on_all_ranks(lambda: load_hot_rows(folder), mesh)
+    if hot is not None and start.folder is not None and start.position.step:
+        state = on_all_ranks(partial(load_hot_rows, start.folder), mesh)
         if state is not None:
             hot.load_state(state)
 

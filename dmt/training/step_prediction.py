@@ -48,10 +48,8 @@ _KEPT: dict[str, Any] = {
     "train": {"batch_size", "prefetch_ids", "micro_batches", "device"},
 }
 # What an alternative may change.
-_CHANGED: dict[str, Any] = {
-    **dict.fromkeys(("model", "topology", "sharding", "towers", "hot_rows", "replicas"), True),
-    "train": {"dense_reduce", "micro_batches"},
-}
+_CHANGED: dict[str, Any] = dict.fromkeys(("model", "topology", "sharding", "towers", "hot_rows", "replicas"), True)
+_CHANGED["train"] = {"dense_reduce", "micro_batches"}
 
 
 class Prediction(NamedTuple):

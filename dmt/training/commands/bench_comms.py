@@ -245,8 +245,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     world_size, ranks_per_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     topology = TopologyConfig(num_towers=world_size // ranks_per_host, ranks_per_tower=ranks_per_host)
     with process_group(lambda: TrainingConfig(topology=topology)) as (config, mesh):
-        device = current_device(device_type(config.train.device))
-        cluster = measure_cluster(out.stem, mesh, device)
+        cluster = measure_cluster(out.stem, mesh, current_device(device_type(config.train.device)))
     if mesh.rank != 0:
         return None
     save_cluster(cluster, out)

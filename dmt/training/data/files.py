@@ -48,7 +48,6 @@ MANIFEST, FORMAT = "manifest.json", 3
 REQUEST = "#request"
 """Name of the column that holds the hash of a row's request, if ``data.group_by`` was set."""
 REQUEST_FIELD = pa.field(REQUEST, pa.int64(), nullable=False)
-"""This column in the schema of prepared rows."""
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)

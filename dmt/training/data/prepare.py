@@ -232,17 +232,14 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 def _raw_rows(
     converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, notes: list[str], *, eval_only: bool
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files.
-
-    Columns that the config selects but that are not read are noted once each, in ``notes``: a rank other than 0 may be
-    the one that reads, and logs nothing.
-    """
+    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files."""
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
     known = {*converter.columns.dense, *bags}
     in_order = [(setting, file) for setting, paths in files.items() for file in paths]
 
+    # Each column once, and not by the log: a rank other than 0, which logs nothing, may be the one that reads.
     def note_unread(file: str, selected: set[str], first: str) -> None:
         if new := sorted(selected - known):
             known.update(new)

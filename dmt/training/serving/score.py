@@ -119,11 +119,10 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         manifest, program = read_manifest(model), load_program(model)
         raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        cache = out.absolute().parent / PREPARED
         if data_path is not None:
             return partial(_run, model, program), rows_to_score(raw, data_path, out)
         prepared = manifest["prepared"]
-        data = ClickData(DataConfig(prepared=prepared) if prepared else raw, cache=cache)
+        data = ClickData(DataConfig(prepared=prepared) if prepared else raw, cache=out.absolute().parent / PREPARED)
         inputs = [*manifest["dense"], *(feature["name"] for feature in manifest["features"])]
         known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
         if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):

@@ -102,8 +102,7 @@ def _placed(job: Job, world_size: int) -> Job:
         sharding |= {"scheme": "auto", "tables": kernels, "memory_gib": None}
         if towers is not None:
             placement = (0,) * towers.num_towers
-            cuts = towers.column_splits
-            towers = TowerPlan.from_lists([towers.features], outside=towers.outside, column_splits=cuts)
+            towers = TowerPlan.from_lists([towers.features], outside=towers.outside, column_splits=job.column_splits)
     changes["sharding"] = config.sharding.model_copy(update=sharding)
     placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, data=job.data)
     if placement is not None and config.model.has_towers:
