@@ -16,19 +16,11 @@ from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import bench_comms
-from dmt.training.commands.bench_comms import (
-    _Timing,
-    bytes_sent,
-    cut,
-    measure_cluster,
-    run_bench_comms,
-    shapes_of,
-)
+from dmt.training.commands.bench_comms import _Timing, bytes_sent, cut, measure_cluster, run_bench_comms, shapes_of
 from tests.ranks import on_ranks, run_ranks
 
 
 def measure() -> Cluster:
-    """Measures the ranks of the test as hosts of two ranks."""
     topology = TowerTopology(num_towers=dist.get_world_size() // 2, ranks_per_tower=2)
     return measure_cluster("ranks", TowerMesh(topology), torch.device("cpu"))
 
