@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -111,14 +111,18 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
 
     Raises `InputError` if the table cannot be cut into so many shards; the message names the table.
     """
-    scheme, num = placement.scheme, len(placement.ranks)
+    num = len(placement.ranks)
+    heights, widths = [table.num_embeddings] * num, [table.embedding_dim] * num
+    first_rows, first_columns = [0] * num, [0] * num
     try:
-        heights = row_shards(table.num_embeddings, num) if scheme == "row_wise" else [table.num_embeddings] * num
-        widths = column_shards(table.embedding_dim, num) if scheme == "column_wise" else [table.embedding_dim] * num
+        if placement.scheme == "row_wise":
+            heights = row_shards(table.num_embeddings, num)
+            first_rows = [0, *accumulate(heights[:-1])]
+        if placement.scheme == "column_wise":
+            widths = column_shards(table.embedding_dim, num)
+            first_columns = [0, *accumulate(widths[:-1])]
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}. Use another scheme or fewer ranks.") from error
-    first_rows = [0, *accumulate(heights[:-1])] if scheme == "row_wise" else [0] * num
-    first_columns = [0, *accumulate(widths[:-1])] if scheme == "column_wise" else [0] * num
     return [TableShard(*side) for side in zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)]
 
 
@@ -287,12 +291,11 @@ class ShardingRules:
     out such tables under row-wise AdaGrad, which keeps a separate state for each part of a row."""
 
     def __post_init__(self) -> None:
-        choices = (*SCHEMES, *KERNELS)
-        rules = {f"rule for tables {key!r}": rule for key, rule in self.tables.items()}
-        of_tables = [(what, rule, choices) for what, rule in rules.items() if not isinstance(rule, TablePlacement)]
-        for what, value, known in [*(("schemes", scheme, SCHEMES) for scheme in self.schemes or ("",)), *of_tables]:
-            if value not in known:
-                raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(str(value), known)}")
+        for scheme in self.schemes or ("",):
+            _check_known("schemes", scheme, SCHEMES)
+        for key, rule in self.tables.items():
+            if not isinstance(rule, TablePlacement):
+                _check_known(f"rule for tables {key!r}", rule, (*SCHEMES, *KERNELS))
 
     def resolve(
         self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
@@ -308,16 +311,16 @@ class ShardingRules:
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]
         known = dict.fromkeys([*names, *(table.name for table in outside)])
-        for key in rules_by_name(self.tables, known):
-            if key not in known:
-                raise InputError(
-                    f"The rule for tables {key!r} matches none of the {len(known)} tables of the model."
-                    f"{did_you_mean(key, known)} Fix the name or drop the rule."
-                )
+        keys, unused = _match(self.tables, known)
+        if unused:
+            raise InputError(
+                f"The rule for tables {unused[0]!r} matches none of the {len(known)} tables of the model."
+                f"{did_you_mean(unused[0], known)} Fix the name or drop the rule."
+            )
         for table in outside:
-            self._check_outside(table)
-        allowed = {table.name: self._resolve(table, num_ranks, tower) for table, tower in placed}
-        free = [] if "table_wise" in self.schemes else [n for n in names if _key_of(self.tables, n) is None]
+            self._check_outside(table, keys.get(table.name))
+        allowed = {table.name: self._resolve(table, keys.get(table.name), num_ranks, tower) for table, tower in placed}
+        free = [] if "table_wise" in self.schemes else [name for name in names if name not in keys]
         if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
             raise InputError(
                 f"None of the {len(names)} tables can have the requested scheme; for table {free[0]!r}: "
@@ -325,8 +328,7 @@ class ShardingRules:
             )
         return allowed
 
-    def _check_outside(self, table: Any) -> None:
-        key = _key_of(self.tables, table.name)
+    def _check_outside(self, table: Any, key: str | None) -> None:
         rule = "fused" if key is None else self.tables[key]
         scheme = rule.scheme if isinstance(rule, TablePlacement) else rule
         obstacle = why_not(table, "data_parallel", fused_params=self.fused_params)
@@ -338,9 +340,9 @@ class ShardingRules:
                 "setting, or put the table's features into a tower."
             )
 
-    def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
-        key = _key_of(self.tables, table.name)
-        rule, pattern = "fused" if key is None else self.tables[key], "" if key == table.name else f" ({key!r})"
+    def _resolve(self, table: Any, key: str | None, num_ranks: int, tower: int) -> Allowed:
+        rule = "fused" if key is None else self.tables[key]
+        pattern = "" if key == table.name else f" ({key!r})"
         if rule in KERNELS:
             return self._free(table, rule, num_ranks)
         scheme = rule.scheme if isinstance(rule, TablePlacement) else cast("Scheme", rule)
@@ -370,23 +372,29 @@ class ShardingRules:
         return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
 
 
+def _check_known(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(str(value), known)}")
+
+
 def rules_by_name(rules: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Returns the rule of each name that has one, as in `ShardingRules`; rules that match no name stay as they are."""
-    known = dict.fromkeys(names)
-    patterns = {key: rule for key, rule in rules.items() if key not in known}  # a name with * is a name
-    keys = {name: name if name in rules else _key_of(patterns, name) for name in known}
-    unused = {key: rule for key, rule in patterns.items() if not any(_matches(key, name) for name in known)}
-    return unused | {name: rules[key] for name, key in keys.items() if key is not None}
+    keys, unused = _match(rules, names)
+    return {key: rules[key] for key in unused} | {name: rules[key] for name, key in keys.items()}
 
 
-def _matches(key: str, name: str) -> bool:
-    if "*" not in key and "?" not in key:
-        return key == name or (name.startswith(key) and key == uncut_name(name))
-    # Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
-    return any(fnmatchcase(text, key.replace("[", "[[]")) for text in (name, uncut_name(name)))
-
-
-def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
-    """Returns the key of the rule that applies to a table; None if there is none."""
-    exact = (text for text in (name, uncut_name(name)) if text in rules)
-    return next(exact, None) or next((key for key in rules if _matches(key, name)), None)
+def _match(rules: Collection[str], names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the key of the rule of each name that has one, by name; and the keys that match no name."""
+    known, unused = dict.fromkeys(names), dict.fromkeys(rules)
+    # A name with * is a name. Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
+    patterns = {key: key.replace("[", "[[]") for key in rules if key not in known and ("*" in key or "?" in key)}
+    keys: dict[str, str] = {}
+    for name in known:
+        texts = name, uncut_name(name)
+        matching = [text for text in texts if text in rules]
+        matching += [key for key, pattern in patterns.items() if any(fnmatchcase(text, pattern) for text in texts)]
+        if matching:
+            keys[name] = matching[0]
+        for key in matching:
+            unused.pop(key, None)
+    return keys, [*unused]
