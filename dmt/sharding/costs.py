@@ -196,10 +196,11 @@ class CostModel:
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """Returns (local rank, load) for every shard of a placed table."""
         shards = table_shards(table, placement)
-        sizes = {shard[3:] for shard in shards}
-        tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
-        loads = {size: self.shard(table, placement.scheme, *size, **tier) for size in sizes}
-        return [(shard.rank, loads[shard[3:]]) for shard in shards]
+        loads = {
+            size: self.shard(table, placement.scheme, *size, kernel=placement.kernel, cache=placement.cache_load_factor)
+            for size in {(shard.rows, shard.columns) for shard in shards}
+        }
+        return [(shard.rank, loads[shard.rows, shard.columns]) for shard in shards]
 
     def fixed_seconds(self, scheme: Scheme) -> float:
         """Returns the fixed seconds of a scheme's collectives, shared by all tables of a tower that use the scheme."""

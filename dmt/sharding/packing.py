@@ -226,8 +226,8 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     push(problem.cost - problem.cost.min(), -1)
     for item, option in enumerate(preferred):
         costs = np.zeros(num_ranks)
-        costs[: len(option.costs)] = option.costs  # sorted already
-        heapq.heappush(heap, (float(costs[-1] - costs[0]), item, costs, every_slot + (item + 1) * num_ranks))
+        costs[: len(option.costs)] = option.costs
+        push(costs, item)
     for number in range(len(preferred), 2 * len(preferred)):
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)

@@ -199,13 +199,10 @@ class _Tower:
     def _options(self, table: Any) -> Iterator[Option]:
         for placement in self._cuts(table):
             scheme, parts = placement.scheme, len(placement.ranks)
+            loads = [load for _, load in self.model.shards(table, placement)]
             if scheme in EVERYWHERE:
                 # The last block of rows may be shorter, but counts like the others.
-                size = -(-table.num_embeddings // (parts if scheme == "row_wise" else 1)), table.embedding_dim
-                tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
-                loads = [self.model.shard(table, scheme, *size, **tier)]
-            else:
-                loads = [load for _, load in self.model.shards(table, placement)]
+                loads = loads[:1]
             seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
             yield Option(np.zeros(parts) + seconds, np.zeros(parts) + memory, SCHEMES.index(scheme))
 
