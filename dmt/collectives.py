@@ -87,11 +87,10 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     ranks = dist.get_process_group_ranks(group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "absent") for theirs in everyone]
-        other = next((value for value in values if value != values[0]), values[0])
-        if other != values[0]:
-            theirs = shorten([f"rank {r}" for r, value in zip(ranks, values, strict=True) if value == other], ", ")
+        if others := [value for value in values if value != values[0]]:
+            where = shorten([f"rank {r}" for r, value in zip(ranks, values, strict=True) if value == others[0]], ", ")
             raise InputError(
-                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {other} on {theirs}. Give every rank "
+                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {others[0]} on {where}. Give every rank "
                 "the same value."
             )
 

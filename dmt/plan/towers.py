@@ -247,12 +247,14 @@ class TowerPlan:
                 )
         tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
         placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]
-        names = {f: f"in {self.towers[t].name}" for f, (t, _) in tower_of.items()}
         for table in tables:
             places = [tower_of[f] for f in table.feature_names if f in tower_of]
-            homes = {names.get(f, "outside"): f for f in reversed(table.feature_names)}
-            if len(homes) > 1:
-                split = shorten([f"{feature!r} {home}" for home, feature in reversed(homes.items())], ", ")
+            first_in: dict[str, str] = {}
+            for feature in table.feature_names:
+                home = f"in {self.towers[tower_of[feature][0]].name}" if feature in tower_of else "outside"
+                first_in.setdefault(home, feature)
+            if len(first_in) > 1:
+                split = shorten([f"{feature!r} {home}" for home, feature in first_in.items()], ", ")
                 raise InputError(
                     f"Table {table.name!r} is shared by features of different towers ({split}). A table lives in "
                     "one tower or outside all towers: keep its features together."

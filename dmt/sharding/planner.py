@@ -221,9 +221,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
-    check_instance("model", model, nn.Module)
     by_type: dict[type[nn.Module], Any] = {}
-    collections = tuple(get_module_to_default_sharders())
+    check_instance("model", model, nn.Module)
     for sharder in sharders:
         if isinstance(sharder, type):
             check_instance("sharder", sharder, ModuleSharder)
@@ -233,6 +232,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
                 "DistributedModelParallel would use the last one. Pass only one of them, both to the planner and to "
                 "DistributedModelParallel."
             )
+    ours = [sharder for sharder in sharders if hasattr(sharder, "tables_by_tower")]
+    collections = tuple(get_module_to_default_sharders())
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
@@ -240,18 +241,18 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         # Also a module around a collection, such as one with feature processors, which needs a sharder as a whole.
         if sharder is None and isinstance(module, collections):
             kind = type(module).__name__
-            is_beside = type(module) is EmbeddingBagCollection and any(hasattr(s, "tables_by_tower") for s in sharders)
+            is_beside = ours and type(module) is EmbeddingBagCollection
             add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
                 f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), which must be sharded as a "
                 f"whole. Add {add} to the sharders, here and in DistributedModelParallel."
             )
-        if sharder is not None and hasattr(sharder, "tables_by_tower"):
+        if sharder is not None and sharder in ours:
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]
         elif sharder is not None:
             others[path] = module
     if not towers:
-        kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
+        kinds = sorted({sharder.module_type.__name__ for sharder in ours})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
     _check_weights(model)

@@ -165,8 +165,8 @@ def place_in_group(
     plan: Mapping[str, ParameterSharding], group: ProcessGroup, device: torch.device | None
 ) -> dict[str, ParameterSharding]:
     """Returns the plan with shards placed on global ranks and their devices; ``ranks`` stay the group's. Collective."""
-    own = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device or "cpu"
-    devices, ranks = gather_objects(str(own), group), get_process_group_ranks(group)
+    own_device = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device or "cpu"
+    devices, ranks = gather_objects(str(own_device), group), get_process_group_ranks(group)
     return {name: place_globally(sharding, ranks, devices) for name, sharding in plan.items()}
 
 

@@ -69,7 +69,6 @@ class AgreedIds:
                 f"The batch lacks feature {missing[0]!r} (missing features: {len(missing)})."
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
-        at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))
         refusals = {
             "has features of different batch sizes; pass ids with one batch size.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
@@ -78,14 +77,17 @@ class AgreedIds:
             "has weights that require a gradient, which does not cross ranks; pass weights.detach().": (
                 weights is not None and weights.requires_grad
             ),
-            f"has {len(keys)} keys, with {keys[at : at + 1]} at position {at}; the first batch had {len(self._keys)} "
-            f"keys, with {self._keys[at : at + 1]} there. Give all batches the same keys in the same order.": (
-                self._keys not in ([], keys)
-            ),
         }
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"The batch {message}")
+        if self._keys not in ([], keys):
+            at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))
+            raise InputError(
+                f"The batch has {len(keys)} keys, with {keys[at : at + 1]} at position {at}; the first batch had "
+                f"{len(self._keys)} keys, with {self._keys[at : at + 1]} there. Give all batches the same keys in the "
+                "same order."
+            )
         for name, dtype in self._dtypes_of(ids).items():
             if dtype != (first := self._dtypes.get(name, dtype)):
                 raise InputError(

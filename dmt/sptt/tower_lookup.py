@@ -246,17 +246,18 @@ def _start_group_mean(
     gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
 ) -> Callable[[], None]:
     """Starts to average a gradient over a group, in place; returns a function that waits for the end."""
+    # Each rank has the gradient of its own mean loss; all take the same step, by the mean (Neo, section 4).
     if over_hosts is None:
         work = start_sum(gradient, group)
+
+        def end() -> None:
+            work.wait()
+            gradient.div_(group.size())
+
     else:
         end_sum = start_sum_over_hosts(gradient.flatten(), *over_hosts)
 
-    def end() -> None:
-        # Each rank has the gradient of its own mean loss; all take the same step, by the mean (Neo, section 4).
-        if over_hosts is None:
-            work.wait()
-            gradient.div_(group.size())
-        else:
+        def end() -> None:
             torch.div(end_sum().view_as(gradient), group.size(), out=gradient)
 
     return end
