@@ -64,11 +64,10 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but its column shards are "
                 f"{list(widths)}; these must be positive and add up to embedding_dim. Change column_splits[{cut[0]!r}]."
             )
+        names, features = shard_names(table.name, widths), shard_names(cut[0], widths)
         split += [
             replace(table, name=name, embedding_dim=width, feature_names=type(table.feature_names)([feature]))
-            for name, feature, width in zip(
-                shard_names(table.name, widths), shard_names(cut[0], widths), widths, strict=True
-            )
+            for name, feature, width in zip(names, features, widths, strict=True)
         ]
     return split
 

@@ -37,6 +37,8 @@ from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlac
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
+_BY_STATE: tuple[SparseOptimizer, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")  # the least state first
+
 
 class TowerShardingPlanner:
     """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
@@ -51,7 +53,8 @@ class TowerShardingPlanner:
         pinned: decisions for single tables, by name or pattern: a scheme, a kernel of TorchRec
             (`dmt.sharding.schemes.Kernel`), or a `TablePlacement`, which has both.
         hot_rows: True if the model will have `dmt.HotRows`: then only tables pinned to column_wise are cut by columns.
-        workload: batch size, ids per sample, and the tables' optimizer unless the sharders' ``fused_params`` name it.
+        workload: batch size, ids per sample, and the tables' optimizer unless the ``fused_params`` of dmt's sharders
+            name one; of several, that with the most state counts.
         hardware: memory and rates of a rank.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -114,10 +117,10 @@ class TowerShardingPlanner:
         if others:
             # Only these modules: in the whole model, TorchRec would also plan the tables of the tower sharders.
             alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
-            theirs = [sharder for sharder in sharders if not hasattr(sharder, "tables_by_tower")]
+            theirs = [sharder for sharder in sharders if not _is_ours(sharder)]
             room, device_type = self.hardware.memory_per_rank, self.device_type
-            found = plan_by_torchrec(alone, theirs, self.topology, memory_per_rank=room, device_type=device_type)
-            plan |= {path: found.plan[str(number)] for number, path in enumerate(others)}
+            made = plan_by_torchrec(alone, theirs, self.topology, memory_per_rank=room, device_type=device_type)
+            plan |= {path: made.plan[str(number)] for number, path in enumerate(others)}
         return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
@@ -134,15 +137,18 @@ class TowerShardingPlanner:
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
         rules, workload = self.rules, self.workload or StepWorkload()
-        for sharder in sharders:
-            settings = getattr(sharder, "fused_params", None) or {}
-            if getattr(sharder, "id_route", "peer") == "global":
+        optimizers: list[Any] = []
+        for sharder in filter(_is_ours, sharders):
+            settings = sharder.fused_params or {}
+            if sharder.id_route == "global":
                 rules = replace(rules, id_route="global")
             if data_parallel_obstacle(settings):  # one sharder's is enough: rules hold for all tables
                 rules = replace(rules, fused_params=settings)
             if "optimizer" in settings:
                 # An optimizer that the cost model does not know is counted as the one with the most state.
-                workload = replace(workload, optimizer=cast("SparseOptimizer", optimizer_name(settings) or "adam"))
+                optimizers.append(optimizer_name(settings) or "adam")
+        if optimizers:
+            workload = replace(workload, optimizer=max(optimizers, key=_BY_STATE.index))
         return plan_tables(
             towers, self.topology, outside=outside, workload=workload, hardware=self.hardware, rules=rules
         )
@@ -209,6 +215,10 @@ def plan_by_torchrec(
         logging.disable(before)
 
 
+def _is_ours(sharder: Any) -> bool:
+    return hasattr(sharder, "tables_by_tower")
+
+
 def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[list[Any]]], dict[str, nn.Module]]:
     """Finds the outermost modules that the sharders handle.
 
@@ -232,7 +242,6 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
                 "DistributedModelParallel would use the last one. Pass only one of them, both to the planner and to "
                 "DistributedModelParallel."
             )
-    ours = [sharder for sharder in sharders if hasattr(sharder, "tables_by_tower")]
     collections = tuple(get_module_to_default_sharders())
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
@@ -241,18 +250,18 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         # Also a module around a collection, such as one with feature processors, which needs a sharder as a whole.
         if sharder is None and isinstance(module, collections):
             kind = type(module).__name__
-            is_beside = ours and type(module) is EmbeddingBagCollection
+            is_beside = type(module) is EmbeddingBagCollection and any(map(_is_ours, sharders))
             add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
                 f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), which must be sharded as a "
                 f"whole. Add {add} to the sharders, here and in DistributedModelParallel."
             )
-        if sharder is not None and sharder in ours:
+        if sharder is not None and _is_ours(sharder):
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]
         elif sharder is not None:
             others[path] = module
     if not towers:
-        kinds = sorted({sharder.module_type.__name__ for sharder in ours})
+        kinds = sorted({sharder.module_type.__name__ for sharder in sharders if _is_ours(sharder)})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
     _check_weights(model)

@@ -385,7 +385,7 @@ def rules_by_name(rules: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
 
 def _match(rules: Collection[str], names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the key of the rule of each name that has one, by name; and the keys that match no name."""
-    known, unused = dict.fromkeys(names), dict.fromkeys(rules)
+    known, used = dict.fromkeys(names), set[str]()
     # A name with * is a name. Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
     patterns = {key: key.replace("[", "[[]") for key in rules if key not in known and ("*" in key or "?" in key)}
     keys: dict[str, str] = {}
@@ -393,8 +393,7 @@ def _match(rules: Collection[str], names: Iterable[str]) -> tuple[dict[str, str]
         texts = name, uncut_name(name)
         matching = [text for text in texts if text in rules]
         matching += [key for key, pattern in patterns.items() if any(fnmatchcase(text, pattern) for text in texts)]
+        used.update(matching)
         if matching:
             keys[name] = matching[0]
-        for key in matching:
-            unused.pop(key, None)
-    return keys, [*unused]
+    return keys, [key for key in rules if key not in used]

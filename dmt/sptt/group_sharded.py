@@ -55,16 +55,13 @@ class GroupSharded:
 
     moment_scales: dict[str, float]
     """Factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; tables that are not listed have 1."""
+    fused_optimizer: Any
+    """The tables' optimizers, which update in the backward pass."""
 
     @property
     def lookups(self) -> list[Any]:
         """TorchRec's lookups on this rank; a subclass may replace entries."""
         return lookups_of(self)
-
-    @property
-    def fused_optimizer(self) -> Any:
-        """The tables' optimizers, which update in the backward pass."""
-        raise NotImplementedError
 
     def settings_now(self) -> dict[str, UpdateSettings]:
         """Returns the settings of the next update of this rank's tables, by name; call it after the forward pass."""

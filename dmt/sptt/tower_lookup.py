@@ -234,12 +234,9 @@ class DataParallelTables(nn.Module):
 
     def _reduce(self, parameter: Tensor) -> None:
         # Queued for each parameter, though the first call settles all: an error in a pass drops its callbacks.
-        at_end_of_backward(self._finish)
+        at_end_of_backward(lambda: self.settle(update=True))
         assert parameter.grad is not None, "called once the gradient is there"
         self._pending.append((parameter, self._start_mean(parameter.grad)))
-
-    def _finish(self) -> None:
-        self.settle(update=True)
 
 
 def _start_group_mean(

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.plan.tables import TableSpec
@@ -24,6 +26,7 @@ class Sharder:
     """What the planner needs of a sharder; no process group."""
 
     module_type = EmbeddingBagCollection
+    fused_params, id_route = None, "peer"
 
     def __init__(self, plan: TowerPlan | None = None) -> None:
         self.plan = plan
@@ -148,6 +151,13 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() 
     with pytest.raises(InputError, match=r"cannot be data_parallel.*its optimizer is lamb"):
         planned("lamb", pinned={"t*": "data_parallel"})
     assert planned("adam", workload=StepWorkload(optimizer="sgd")).workload.optimizer == "adam"
+    # TorchRec's sharders do not count, and of two of dmt the optimizer with more state.
+    of_towers, theirs, beside = Sharder(), EmbeddingCollectionSharder(fused_params={"optimizer": "lamb"}), Sharder()
+    of_towers.fused_params, beside.fused_params = {"optimizer": "exact_adagrad"}, {"optimizer": "exact_sgd"}
+    beside.module_type = EmbeddingTowerCollection
+    plan = TowerShardingPlanner(TWO_BY_TWO).explain(model, [of_towers, beside, theirs])
+    assert plan.workload.optimizer == "adagrad"
+    assert "data_parallel" in {placement.scheme for placement in plan.placements.values()}
     assert "column_wise" not in {p.scheme for p in planned("adam", hot_rows=True).placements.values()}
 
 
