@@ -151,8 +151,7 @@ class MicroBatches:
                 continue
             self._has_checked_pairs = True
             # Weighted, because the plain sum of a softmax has no gradient.
-            weights = torch.arange(1.0, size + 1, device=row.device, dtype=row.dtype)
-            weights = weights.reshape(-1, *[1] * (row.dim() - 1))
+            weights = torch.arange(1.0, len(row) + 1, device=row.device)
             gradients = torch.autograd.grad((row * weights).sum(), columns, retain_graph=True, allow_unused=True)
             if any(gradient is not None and gradient[1:].any() for gradient in gradients):
                 raise InputError(

@@ -79,6 +79,7 @@ class Flawed(nn.Module):
             return 1.0
         pairs = logits.unsqueeze(1) - logits
         outputs = {"loss": logits.sum(), "pairs": pairs, "softmax of pairs": pairs.softmax(dim=1)}
+        outputs["classes of pairs"] = torch.stack([pairs, -pairs], dim=2).softmax(dim=2)
         return {**outputs, "two columns": torch.stack([logits, logits], dim=1)}.get(self.flaw, logits)
 
 
@@ -99,7 +100,7 @@ def check_equal_micro_batches(model: Any, rank: int) -> None:
     with torch.no_grad():
         model.module.flaw = "pairs"
         assert model(ids).shape == (6, 2)  # not noticed without gradients
-    for flaw in ("pairs", "softmax of pairs"):
+    for flaw in ("pairs", "softmax of pairs", "classes of pairs"):
         model.module.flaw = flaw
         with pytest.raises(InputError, match=r"a tensor \[2, 2\] for a micro-batch of 2 samples, and its rows"):
             model(ids)
