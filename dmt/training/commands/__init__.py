@@ -381,7 +381,9 @@ def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
 
 def _show_check(report: Any) -> Shown:
     def shown(number: float | None) -> str:
-        return "" if number is None else f"{number:.1e}" if number else "0"
+        if number is None:
+            return ""
+        return f"{number:.1e}" if number else "0"
 
     rows = [
         (row.check, f"{row.what}\n{row.where}".strip(), shown(row.difference), shown(row.allowed), row.verdict)

@@ -257,7 +257,7 @@ def _raw_rows(
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form.")
         patterns = {*config.dense, *config.categorical, *config.timestamps}.difference(names)
-        for block in raw_blocks(file, config, used):
+        for block in raw_blocks(file, config, schema, used):
             rows, wrong = converter.convert(block)
             later = converter.keys(block).difference(names) if patterns else ()
             selected = {key for key in later if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}

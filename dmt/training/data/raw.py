@@ -170,23 +170,22 @@ def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
     return pa.schema(list(kinds.items()))
 
 
-def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[Block]:
-    """Yields the ``used`` columns of a file in blocks of rows.
+def raw_blocks(file: str, config: DataConfig, schema: pa.Schema, used: Sequence[str]) -> Iterator[Block]:
+    """Yields the ``used`` columns of a file in blocks of rows; ``schema`` is its `schema_of`.
 
     Raises:
-        InputError: the file cannot be read, is damaged, has no columns, or has a line of more than 16 MiB.
+        InputError: the file cannot be read, is damaged, or has a line of more than 16 MiB.
     """
-    schema, is_criteo = schema_of(file, config), config.kind == "criteo_tsv"
-    kind = "text" if is_criteo else format_of(file)
+    kind = "criteo" if config.kind == "criteo_tsv" else format_of(file)
     if kind == "parquet":
         yield from _parquet_blocks(file, used)
         return
-    separator = "\t" if is_criteo else _separator(file, config)
+    separator = "\t" if kind == "criteo" else _separator(file, config)
     for first, lines, share in _lines(file, _BLOCK_BYTES):
-        if kind == "text" and not is_criteo and first == 1:
+        if kind == "text" and first == 1:
             first, lines = 2, lines[1:]
         texts, cut = _texts(lines), separator
-        if kind == "text" and not is_criteo and any(b'"' in line for line in lines):
+        if kind == "text" and any(b'"' in line for line in lines):
             texts, cut = pa.array([_unquoted(text.as_py(), separator) for text in texts], pa.string()), _CUT
         sql = _json_sql(schema, used, texts) if kind == "json" else _text_sql(schema, used, texts, cut)
         yield Block(place=file, first=first, share=share, lines=lines, **sql)
@@ -412,10 +411,10 @@ class _Sql:
         self.query = f"SELECT {', '.join(names)}, {fault} FROM (SELECT *, {values} FROM {block.relation})"
 
     def _add(self, column: str, value: str, expected: str, is_bad: str) -> None:
-        """Adds a value to the query, and a fault for rows that meet the condition ``is_bad`` on the value ``{v}``."""
+        """Adds a value to the query, and a fault for rows that meet a condition on the value ``{v}`` ("": none do)."""
         name = f"v{len(self._values)}"
         self._values.append(value)
-        if is_bad.endswith("false"):  # no value is wrong; thousands of such conditions would take seconds
+        if not is_bad:  # thousands of conditions that no row meets would take seconds
             return
         value_text = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
         reason = literal(f"{column}{_CUT}expected {expected}, found ")
@@ -438,17 +437,17 @@ class _Sql:
         self._add(column, f"TRY_CAST({sql} AS DOUBLE)", "0 or 1", "coalesce({v} NOT IN (0, 1), true)")
 
     def _add_dense(self, column: str) -> None:
-        value, is_bad = f"CAST({self._columns[column][0]} AS DOUBLE)", "false"
-        if self._is_text(column):  # DuckDB would accept an underscore between digits
-            value = "CASE WHEN NOT contains({0}, '_') THEN TRY_CAST({0} AS DOUBLE) END".format(self._columns[column][0])
-            is_bad = self._is_unread(column)
-        is_log = self._config.dense_transform == "signed_log1p"
+        sql, is_log = self._columns[column][0], self._config.dense_transform == "signed_log1p"
         most, kind = ("'infinity'::DOUBLE", "finite") if is_log else ("3.4028235e38", "finite 32-bit")
-        self._add(column, value, f"a {kind} number", f"{is_bad} OR (abs({{v}}) >= {most} AND NOT isnan({{v}}))")
+        value, is_bad = f"CAST({sql} AS DOUBLE)", f"abs({{v}}) >= {most} AND NOT isnan({{v}})"
+        if self._is_text(column):  # DuckDB would accept an underscore between digits
+            value = f"CASE WHEN NOT contains({sql}, '_') THEN TRY_CAST({sql} AS DOUBLE) END"
+            is_bad = f"{self._is_unread(column)} OR {is_bad}"
+        self._add(column, value, f"a {kind} number", is_bad)
 
     def _add_part(self, column: str, part: str) -> None:
         """Adds a part of a time, such as its hour."""
-        time, is_bad = f"CAST({self._columns[column][0]} AS TIMESTAMP)", "false"
+        time, is_bad = f"CAST({self._columns[column][0]} AS TIMESTAMP)", ""
         if self._is_text(column):
             time = f"CAST(TRY_CAST({self._columns[column][0]} AS TIMESTAMPTZ) AS TIMESTAMP)"
             is_bad = self._is_unread(column)
@@ -465,7 +464,7 @@ class _Sql:
         is_text, is_float = kind_of(type_) == "text", pa.types.is_floating(type_)
         if is_text and not feature.is_bag:
             sql = f"nullif({sql}, '')"
-        value, is_bad = "CAST({0} AS VARCHAR)", "false"
+        value, is_bad = "CAST({0} AS VARCHAR)", ""
         expected = "text or a whole number (store fractions as text)"
         if is_float:
             value, is_bad = _WHOLE, "{v} IS NULL"
@@ -477,14 +476,15 @@ class _Sql:
                 f"a row of table t_{feature.table}, 0 to {feature.rows - 1}, since id_mode='index' (for larger numbers "
                 "raise num_embeddings_per_feature, for other values set id_mode='hash')"
             )
-        is_known = "{0} IS NOT NULL" + " AND NOT isnan({0})" * is_float
-        is_known += " AND {0} <> ''" * (is_text and feature.is_bag)
+        is_known = "{0} IS NOT NULL AND NOT isnan({0})" if is_float else "{0} IS NOT NULL"
+        if is_text and feature.is_bag:
+            is_known += " AND {0} <> ''"
         if feature.is_bag:
             kept = f"list_filter({sql}, lambda v: {is_known.format('v')})"
             if feature.target is not None and self._config.max_length is not None:
                 kept = f"list_slice({kept}, -{self._config.max_length}, -1)"
             value = f"coalesce(list_transform({kept}, lambda v: {value.format('v')}), [])"
-            if is_bad != "false":
+            if is_bad:
                 is_bad = f"len(list_filter({{v}}, lambda v: {is_bad.format(v='v')})) > 0"
             self._add(feature.name, value, expected, is_bad)
             if feature.target is not None and self._config.max_length is None:
@@ -492,7 +492,7 @@ class _Sql:
                 length, reason = f"len(v{len(self._values) - 1})", literal(f"{feature.name}{_CUT}{most}")
                 self._faults.append(f"WHEN {length} > {MOST_IDS} THEN {reason} || {length}")
         else:
-            self._add(feature.name, value.format(sql), expected, f"{is_known.format(sql)} AND {is_bad}")
+            self._add(feature.name, value.format(sql), expected, is_bad and f"{is_known.format(sql)} AND {is_bad}")
 
 
 def literal(text: str) -> str:
