@@ -9,12 +9,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import nn
 
 from dmt.collectives import by_path
 from dmt.errors import InputError
-from dmt.files import explain, read_file
+from dmt.files import read_file
 from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.sptt.mesh import TowerMesh
@@ -22,11 +21,11 @@ from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints.store import load, newest, read_manifest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
-from dmt.training.data.config import DataConfig, with_files
+from dmt.training.data.config import DataConfig, data_section, with_files
 from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_unsharded
 
-__all__ = ["changed_settings", "check_encoding", "checkpoint_of", "data_section", "describe_run", "trained_model"]
+__all__ = ["changed_settings", "check_encoding", "checkpoint_of", "describe_run", "trained_model"]
 
 _RAW_DATA = "raw_data.json"
 """File of a checkpoint with the ``[data]`` settings that turn raw rows into ids; it names every column."""
@@ -65,14 +64,6 @@ def checkpoint_of(
         config = config.model_copy(update={"data": with_files(_raw_data(checkpoint) or config.data, data_path)})
     check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
     return checkpoint, config
-
-
-def data_section(record: Any, place: str, remedy: str) -> DataConfig:
-    """Validates a section ``data`` read from a file; an `InputError` begins with ``place`` and ends with ``remedy``."""
-    try:
-        return DataConfig.model_validate(record)
-    except ValidationError as error:
-        raise InputError(f"{place}: {explain(error)} {remedy}") from error
 
 
 def _raw_data(checkpoint: Path) -> DataConfig | None:

@@ -81,8 +81,7 @@ def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout:
         training.learning_rate = share * optimizer.sparse_lr
         training.dense_optimizers[0].param_groups[0]["lr"] = share * optimizer.dense_lr
         model.zero_grad()
-        cuts = job.column_splits
-        model(batch.split_columns(cuts) if cuts else batch)[0].backward()
+        model(batch.split_columns(job.column_splits))[0].backward()
         training.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
 

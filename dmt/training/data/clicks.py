@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dmt.formatting import shorten
 from dmt.training.access import load_profile
 from dmt.training.data.columns import Columns, explicit_config, find_columns
-from dmt.training.data.config import DataConfig
+from dmt.training.data.config import DataConfig, data_section
 from dmt.training.data.deal import Deal, Span
 from dmt.training.data.files import MANIFEST, REQUEST, Manifest, read_manifest
 from dmt.training.data.parquet import ParquetRows, Rows, pack_rows
@@ -125,7 +125,7 @@ class ClickData:
         if noticed := manifest.summary.get("notes"):
             self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:
-            self.raw = DataConfig.model_validate(manifest.raw)
+            self.raw = data_section(manifest.raw, f"{place}: raw in its manifest", "Prepare the data again.")
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
         """Returns (path in the folder, bytes, CRC-32) of each prepared file of a split, sorted; [] without files."""

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from dmt.errors import InputError
-from dmt.files import from_record, read_file
+from dmt.files import explain, from_record, read_file
 from dmt.plan.tables import TableSpec, table_specs
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PathText",
     "Section",
     "SyntheticConfig",
+    "data_section",
     "read_tables",
     "with_files",
 ]
@@ -198,6 +199,14 @@ class DataConfig(Section):
             if is_wrong:
                 raise InputError(f"{message}. Change or remove one of the two settings.")
         return self
+
+
+def data_section(record: Any, place: str, remedy: str) -> DataConfig:
+    """Validates a section ``data`` read from a file; an `InputError` begins with ``place`` and ends with ``remedy``."""
+    try:
+        return DataConfig.model_validate(record)
+    except ValidationError as error:
+        raise InputError(f"{place}: {explain(error)} {remedy}") from error
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:

@@ -19,13 +19,13 @@ from dmt.training.checkpoints.store import read_manifest as read_checkpoint
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
-from dmt.training.data.config import DataConfig, with_files
+from dmt.training.data.config import DataConfig, data_section, with_files
 from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED, Job, open_unsharded
 from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
-from dmt.training.trained import data_section, trained_model
+from dmt.training.trained import trained_model
 
 __all__ = ["Predictions", "Scored", "check_evaluation_rows", "check_predictions", "open_rows", "rows_to_score", "score"]
 

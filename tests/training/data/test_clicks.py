@@ -196,6 +196,10 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
         reason = rf"column '{name}' (has missing values|has values from 2 to 2, outside 0 to 1|is (nan|inf)\. Write a)"
         with pytest.raises(InputError, match=rf"part-00000\.parquet(, row 2)?: ({reason}|cannot be read as prepared)"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
+    # As a version with another key may have written it.
+    manifest.write_text(json.dumps({**record, "raw": {"new": 1}}))
+    with pytest.raises(InputError, match=r"out': raw in its manifest: new: Extra inputs are not permitted \(got 1\)"):
+        ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared"))
 
 
 def test_rows_of_other_files_are_read_without_those_of_the_run() -> None:
