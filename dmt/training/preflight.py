@@ -175,29 +175,28 @@ def check_memory(job: Job, model: nn.Module, places: Sequence[Place]) -> None:
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if not is_table(name))
     dense = sum(weight.nbytes for weight in weights) - towers
-    # Each copy has a weight and a gradient. On one host, no row is ever copied.
-    is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
-    copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
-    others = copies + 2 * (dense + towers / topology.num_towers)
-    held, shares = _lookup_bytes(job), []
-    for place in dict.fromkeys(places):
-        group = [rank for rank, place_of_rank in enumerate(places) if place_of_rank == place]
-        # What the place lacks, as a share of the bytes of its batches.
-        shares.append(((held[group].sum() + len(group) * others - place.num_bytes) / held[group, 1].sum(), group))
-    share, ranks = max(shares)
-    if share <= 0:
+    copies = 0.0
+    if topology.share_across_hosts(topology.sharding_groups()) > 0:  # else no row is ever copied
+        # Each copy has a weight and a gradient.
+        copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables)
+    tables, batches = _lookup_bytes(job).T
+    needed = tables + batches + copies + 2 * (dense + towers / topology.num_towers)
+    ranks_of = {place: [rank for rank, held in enumerate(places) if held == place] for place in dict.fromkeys(places)}
+    # What each place lacks, as a share of the bytes of its batches.
+    lacks = {place: (needed[ranks].sum() - place.num_bytes) / batches[ranks].sum() for place, ranks in ranks_of.items()}
+    place = max(lacks, key=lambda place: lacks[place])
+    if lacks[place] <= 0:
         return
-    (name, limit, _), (tables, batches) = places[ranks[0]], held[ranks].T
-    whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
-    most = int(size * (1 - share))
+    ranks, size = ranks_of[place], config.train.batch_size
+    most = int(size * (1 - lacks[place]))
+    enough = f"There is enough for train.batch_size={most}. " if most > 0 else ""
     raise InputError(
-        f"{name} has {human_bytes(limit)} of memory, but its {counted(len(ranks), 'rank')} would take at least "
-        f"{human_bytes(whole)}. Each would take up to {human_bytes(tables.max())} for tables, "
-        f"{human_bytes(batches.max())} for a batch and the embeddings of a step (train.batch_size={size}), "
-        f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), and more for dense layers (model: "
-        "dense_arch, over_arch, tower_dim, c, p, cross_rank). "
-        f"{f'There is enough for train.batch_size={most}. ' if most > 0 else ''}"
-        "Lower one of these settings, or use more hosts."
+        f"{place.name} has {human_bytes(place.num_bytes)} of memory, but its {counted(len(ranks), 'rank')} would take "
+        f"at least {human_bytes(needed[ranks].sum())}. Each would take up to {human_bytes(tables[ranks].max())} for "
+        f"tables, {human_bytes(batches[ranks].max())} for a batch and the embeddings of a step (train.batch_size="
+        f"{size}), {human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), and more for dense layers "
+        "(model: dense_arch, over_arch, tower_dim, c, p, cross_rank). "
+        f"{enough}Lower one of these settings, or use more hosts."
     )
 
 
