@@ -79,7 +79,8 @@ class RunRecord:
         with suppress(OSError, ValueError, AttributeError):
             if (earlier := read_result(self.folder)).get("steps") == resumed_step:
                 self._earlier = earlier
-        (self.folder / "result.json").unlink(missing_ok=True)
+        for name in ("result.json", "sharding.json"):
+            (self.folder / name).unlink(missing_ok=True)
         records = _read_metrics(self._metrics) if self._metrics.exists() else []
         kept = [values for values in records if values["step"] <= resumed_step]
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
@@ -92,12 +93,8 @@ class RunRecord:
             print("".join(f"# {line}\n" for line in lines), end="", flush=True, file=stream)
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
-        """Writes a plan as ``sharding.json`` and prints its summary; None removes an earlier run's file."""
-        if not self.enabled:
-            return
-        if plan is None:
-            (self.folder / "sharding.json").unlink(missing_ok=True)
-        else:
+        """Writes a plan, if there is one, as ``sharding.json``, and prints its summary."""
+        if self.enabled and plan is not None:
             plan.save(self.folder / "sharding.json")
             self.say([f"sharding: {plan.summary}"])
 
