@@ -167,7 +167,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
     """Trains from a position to the end, or to the step at which the ranks agree to stop for a signal; collective.
 
-    Evaluates and saves on the way, but leaves the last of both to the caller. At the end, the replicas are equal.
+    Evaluates and saves on the way, but leaves the last of both to the caller. Saving makes the replicas equal.
 
     Returns:
         The position reached, and the timer of the steps.
@@ -223,7 +223,6 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 break
             at = replace(at, epoch=at.epoch + 1, rows=0)
     agreement.check(at.step)
-    _settle_replicas(run, at.step)
     return at, timer
 
 
