@@ -11,18 +11,7 @@ from typing import Any
 
 from dmt.errors import InputError, did_you_mean
 
-__all__ = ["call_named", "check_allowed", "is_function_name", "load_function"]
-
-
-def is_function_name(text: str) -> bool:
-    """Returns whether a text has the form ``package.module:function`` and is not the path of an existing file.
-
-    Example:
-        >>> is_function_name("my_data:clicks"), is_function_name("clicks.parquet"), is_function_name("s3://clicks")
-        (True, False, False)
-    """
-    module, _, function = text.partition(":")
-    return all(part.isidentifier() for part in (*module.split("."), function)) and not Path(text).exists()
+__all__ = ["call_named", "check_allowed", "load_function"]
 
 
 def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collection[str]) -> None:
@@ -49,9 +38,9 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
             importing the module fails.
     """
     place = f"{setting}={name!r}"
-    if not is_function_name(name):
-        raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
     module_name, _, function_name = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+        raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
     if (here := str(Path.cwd())) not in sys.path:
         # Python does not search the current folder for an installed program such as dmt.
         sys.path.append(here)

@@ -27,7 +27,7 @@ from dmt.training.records import versions
 from dmt.training.serving.program import ServedModel, StoredTables, make_program
 from dmt.training.trained import trained_model
 
-__all__ = ["Exported", "export_run", "load_program", "read_manifest", "tensors_of", "writing"]
+__all__ = ["Exported", "export_run", "is_program", "load_program", "read_manifest", "tensors_of", "writing"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -163,6 +163,11 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
         {name: bag.values() for name, bag in bags.items()},
         {name: bag.lengths() for name, bag in bags.items()},
     )
+
+
+def is_program(model: Path) -> bool:
+    """Returns whether a path names an exported program; if not, it names a run or a checkpoint."""
+    return model.suffix == ".pt2" or model.is_file()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

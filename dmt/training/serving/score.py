@@ -24,7 +24,7 @@ from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED, Job, open_unsharded
 from dmt.training.metrics import ClickMetrics, MetricValues
-from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
+from dmt.training.serving.export import is_program, load_program, read_manifest, tensors_of, writing
 from dmt.training.trained import trained_model
 
 __all__ = ["Predictions", "Scored", "check_evaluation_rows", "check_predictions", "open_rows", "rows_to_score", "score"]
@@ -115,24 +115,30 @@ def check_predictions(path: Path) -> None:
 
 
 def _open(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> tuple[Scorer, ClickData]:
-    if model.suffix == ".pt2" or model.is_file():
-        manifest, program = read_manifest(model), load_program(model)
-        raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
-        check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        if data_path is not None:
-            return partial(_run, model, program), rows_to_score(raw, data_path, out)
-        prepared = manifest["prepared"]
-        data = ClickData(DataConfig(prepared=prepared) if prepared else raw, cache=out.absolute().parent / PREPARED)
-        inputs = [*manifest["dense"], *(feature["name"] for feature in manifest["features"])]
-        known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
-        if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):
-            raise InputError(f"data.prepared={prepared!r} changed after {model} was exported. Undo it or give --data.")
-        return partial(_run, model, program), data
+    if is_program(model):
+        data = _rows_of_program(model, data_path, functions, out)
+        return partial(_run, model, load_program(model)), data
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:
         check_evaluation_rows(folder, job)
     cuts = job.column_splits
     return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), job.data
+
+
+def _rows_of_program(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> ClickData:
+    """Opens the rows to score with an exported program: those of ``data_path``, or the evaluation rows of its run."""
+    manifest = read_manifest(model)
+    raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
+    if data_path is not None:
+        return rows_to_score(raw, data_path, out)
+    check_allowed(f"The manifest of {model}", {"data.source": raw.source}, functions)
+    prepared = manifest["prepared"]
+    data = ClickData(DataConfig(prepared=prepared) if prepared else raw, cache=out.absolute().parent / PREPARED)
+    inputs = [*manifest["dense"], *(feature["name"] for feature in manifest["features"])]
+    known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
+    if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):
+        raise InputError(f"data.prepared={prepared!r} changed after {model} was exported. Undo it or give --data.")
+    return data
 
 
 def check_evaluation_rows(folder: Path, job: Job) -> None:

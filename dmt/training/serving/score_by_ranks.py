@@ -26,7 +26,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, on_first_rank, process_group
 from dmt.training.job import Job, make_job
 from dmt.training.preflight import check_same_input
-from dmt.training.serving.export import writing
+from dmt.training.serving.export import is_program, writing
 from dmt.training.serving.score import Predictions, Scored, check_evaluation_rows, open_rows
 from dmt.training.trained import check_encoding, checkpoint_of
 
@@ -68,7 +68,7 @@ def score_by_ranks(
 
 def _joining(model: Path, out: Path, world_size: int) -> TrainingConfig:
     """Makes the checks of a rank before it joins the others, and returns the config of one tower of all ranks."""
-    if model.suffix == ".pt2" or model.is_file():
+    if is_program(model):
         raise InputError(
             f"{model} is an exported model, which one process loads whole, but this job has {world_size} ranks. Run "
             "dmt score without torchrun, or name the run that was exported."
