@@ -225,7 +225,9 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
                     f"The tower module of tower {i} holds a SyncBatchNorm, which would mix its statistics with those "
                     "of other towers. Use LayerNorm, or give it process_group=mesh.tower_module_group."
                 )
-            if is_unique and (isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)):
+            drops = isinstance(part, _DropoutNd) and part.p > 0
+            drops |= isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0
+            if is_unique and (isinstance(part, _BatchNorm) or drops):
                 raise InputError(
                     f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, which "
                     "would treat samples that share a row as one. Use unique=False."
