@@ -65,12 +65,14 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
         'FBGEMM has no setting betas=(0.8, 0.99); its names are beta1 and beta2'
     """
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
     known = _signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
     if not isinstance(kind := settings.get("optimizer", EmbOptimType.EXACT_SGD), EmbOptimType):
         return f"optimizer={kind!r} is not one of FBGEMM's, such as EmbOptimType.EXACT_ROWWISE_ADAGRAD"
+    if not isinstance(output := settings.get("output_dtype", SparseType.FP32), SparseType):
+        return f"output_dtype={output!r} is not one of FBGEMM's, such as SparseType.FP16"
     optimizer = str(kind)
     # What FBGEMM passes to the kernel of each optimizer. The mode of row-wise AdaGrad's decay is NONE by default.
     is_row_wise = optimizer.endswith("row_wise_adagrad")

@@ -282,6 +282,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
     "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"no setting lr=0\.1; its name is learning_ra"),
     "a name": (lambda job: flat_sharder(job.two, fused_params={"optimizer": "adam"}), "optimizer='adam' is not one"),
+    "TorchRec's type": (lambda job: flat_sharder(job.two, fused_params={"output_dtype": DataType.FP16}), "SparseType"),
     "device": (lambda job: TowerShardingPlanner(job.two.topology, device_type="gpu"), "device_type='gpu' is unknown"),
     "feature of the plan": (lambda job: distribute(FlatModel(make_tables([8])), flat_sharder(job.two)),
                             "Feature 'f1' is in the tower plan but not in the model"),
