@@ -162,13 +162,13 @@ def prepare(
     with _work_folder(out) as folder, closing(connection):
         connection.sql(f"SET temp_directory = {literal(str(folder / _SCRATCH / 'spilled'))}")
         rejects = _Rejects(folder / _REJECTS, max_rejects, _SCORING if eval_only else _TRAINING)
-        words, notes = folder / _VOCABULARY, list[str]()
+        words, notes, missing = folder / _VOCABULARY, list[str](), Counter[str]()
         converted = columns
         if config.id_mode == "frequency":
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
             converted = replace(columns, features=tuple(hashed))
         converter = Converter(config, converted, connection)
-        schema, rows = converter.schema, _raw_rows(converter, files, rejects, notes, eval_only=eval_only)
+        schema, rows = converter.schema, _raw_rows(converter, files, rejects, notes, missing, eval_only=eval_only)
         if config.id_mode == "frequency":
             _write(folder / _SCRATCH, schema, group_rows, rows)
             if config.vocabulary:
@@ -183,7 +183,7 @@ def prepare(
             rows = _numbered_rows(folder / _SCRATCH, columns, schema, vocabularies)
         num_rows = _write(folder, schema, group_rows, rows)
         view = _View(connection, schema, folder / "train" / _FILE)
-        profile, summary = _summary(view, config, columns, tables_of(columns, **dims), converter.counts)
+        profile, summary = _summary(view, config, columns, tables_of(columns, **dims), missing)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
             notes.insert(0, f"Files of train_path also in eval_path inflate metrics: {shorten(both, ', ')}.")
         if config.split_column and not num_rows["eval"]:
@@ -230,9 +230,18 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 
 
 def _raw_rows(
-    converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, notes: list[str], *, eval_only: bool
+    converter: Converter,
+    files: Mapping[str, Sequence[str]],
+    rejects: _Rejects,
+    notes: list[str],
+    missing: Counter[str],
+    *,
+    eval_only: bool,
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files."""
+    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files.
+
+    Adds notes on unread columns to ``notes``, and to ``missing`` the missing values of training rows by dense column.
+    """
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
@@ -269,6 +278,8 @@ def _raw_rows(
                     is_chosen = np.full(rows.num_rows, is_eval == (part == "eval"))
                 else:
                     is_chosen = _is_of(part, config, rows, start)
+                if part == "train":
+                    missing.update({name: int(is_na[is_chosen].sum()) for name, is_na in converter.is_missing.items()})
                 chosen = rows.filter(pa.array(is_chosen)).select(converter.schema.names)
                 yield part, chosen, (number + block.share) / len(in_order)
             start += rows.num_rows
@@ -450,9 +461,9 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 
 
 def _summary(
-    view: _View, config: DataConfig, columns: Columns, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
+    view: _View, config: DataConfig, columns: Columns, tables: Sequence[TableSpec], absent: Counter[str]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all valid rows."""
+    """Returns access counts and a summary of the training rows; ``absent``: their missing values by dense column."""
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes, few = AccessProfile(tables), dict[str, Any](), [], dict[str, int]()
     ones = "NULL" if columns.label is None else f"count(*) FILTER ({view.columns[columns.label]} = 1)"
@@ -482,8 +493,8 @@ def _summary(
                 notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (config.id_mode == 'index')}.")
         if by_name[table.feature_names[0]].time is None and not config.vocabulary:
             notes += _notes(table.num_embeddings, known, few, is_hashed=config.id_mode == "hash")
-    dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
-    notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
+    dense = {name: {"missing": absent[name]} for name in columns.dense}
+    notes += [f"{name}: all {num_rows:,} values are missing." for name in dense if absent[name] == num_rows > 0]
     if few:
         smaller = ", ".join(f"{json.dumps(name)} = {enough}" for name, enough in few.items())
         notes.append(f"To save memory, prepare again with `num_embeddings_per_feature = {{ {smaller} }}` in [data].")

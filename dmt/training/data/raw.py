@@ -11,7 +11,6 @@ import csv
 import gzip
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -22,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.columns import CRITEO_CATEGORICAL, CRITEO_DENSE, Columns, Feature, kind_of
@@ -320,8 +320,8 @@ class Converter:
     def __init__(self, config: DataConfig, columns: Columns, connection: duckdb.DuckDBPyConnection) -> None:
         self.config, self.columns, self.connection = config, columns, connection
         self.schema = prepared_schema(config, columns)
-        self.counts = Counter[tuple[str, str]]()
-        """Counts of valid rows, ``("", "rows")``, and of their missing dense values, ``(column, "missing")``."""
+        self.is_missing = dict[str, NDArray[np.bool_]]()
+        """Which of the rows that `convert` last returned have no value, bool [n], by dense column."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
@@ -356,12 +356,11 @@ class Converter:
 
     def _typed(self, table: pa.Table) -> pa.Table:
         columns = {}
-        self.counts["", "rows"] += table.num_rows
         for kind, column in zip(self.schema, table.combine_chunks().columns, strict=False):
             values = column.combine_chunks()
             if pa.types.is_floating(kind.type):
                 numbers = values.to_numpy(zero_copy_only=False)
-                self.counts[kind.name, "missing"] += int(np.isnan(numbers).sum())
+                self.is_missing[kind.name] = np.isnan(numbers)
                 if self.config.dense_transform == "signed_log1p":
                     numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
                 values = pa.array(np.nan_to_num(numbers, nan=0.0).astype(np.float32))
