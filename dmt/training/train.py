@@ -332,8 +332,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     Measuring lookups and the bytes of a step updates the tables.
     """
     job, mesh, replicas, hot = run.job, run.mesh, run.replicas, run.hot_rows
-    rows = job.config.train.batch_size * mesh.topology.world_size
-    options: dict[str, Any] = {}
+    rows, options = step_rows(job, at), dict[str, Any]()
     if hot is not None:
         number = sum(map(len, hot.rows.values()))
         options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
@@ -341,15 +340,16 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         run.pipeline.detach()
     peaks = gather_objects(peak_memory(job.device_type), mesh.global_group)
     device = current_device(job.device_type)
-    batches = [batch.to(device) for batch in islice(batches_of(job, mesh, "train"), _TIMED_STEPS)]
+    start = Position(lanes=at.lanes)  # with batches as large as those of the last steps
+    batches = [batch.to(device) for batch in islice(batches_of(job, mesh, "train", start), _TIMED_STEPS)]
     lookups = measure_lookups(run.model, run.optimizer, batches, mesh)
     slowest, mean = max(lookups), sum(lookups) / len(lookups)
     run.optimizer.zero_grad()
     traffic = measure_traffic(lambda: run.model(batches[0])[0].backward(), mesh)
     if replicas is not None:
-        sync = measure_traffic(replicas.sync, mesh).per_sample(step_rows(job, at) * replicas.interval)
+        sync = measure_traffic(replicas.sync, mesh).per_sample(rows * replicas.interval)
         options["replicas"] = {"bytes_per_sample": sync["across"] + sync["inside"]}
-    speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
+    speed = rows * timer.steps / timer.seconds if timer.steps else math.nan
     predicted = on_first_rank(partial(predicted_result, job), mesh)
     if predicted is not None:
         options["predicted"] = predicted

@@ -22,7 +22,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.job import open_job, open_unsharded
-from dmt.training.records import RunRecord, read_curves, read_result
+from dmt.training.records import RunRecord, read_curves, read_result, read_result
 from dmt.training.resume import Position, Start, checkpoint_folder, start_from, starting_folder
 from dmt.training.train import train_job
 from dmt.training.trained import check_encoding
@@ -158,6 +158,9 @@ def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> Non
     trained = [row for step in range(SAVE_EVERY) for rank in range(4) for row in before[rank][step]]
     assert trained == stream[:256]
     assert len(after[0]) == (450 - 256) // 80
+    # A ring of two ranks sends the gradients of 3 x 6, 6 x 8, 29 x 4 and 4 x 1 weights and of the biases twice.
+    sent = read_result(tmp_path)["bytes_per_sample"]["dense"] * 80
+    assert sent == 2 * 4 * (4 * 6 + 7 * 8 + 30 * 4 + 5)
     # With batches of 120 rows for each lane, 2 ranks take 480 rows at a time, and 450 are not even a step.
     values["train"] |= {"batch_size": 120}
     with pytest.raises(InputError, match=r"450 training rows, fewer than one step takes: 4 ranks x .*=120 = 480\."):
