@@ -318,6 +318,12 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     assert fast["seconds"] < slow["seconds"]
 
 
+def test_alternatives_that_take_equally_long_are_all_shown_and_none_is_called_the_fastest(tmp_path: Path) -> None:
+    save_cluster(replace(SMALL, step_s=1.0), tmp_path / "c.toml")
+    output = run("demo", *PAIRS, "--cluster", str(tmp_path / "c.toml")).output
+    assert ("flat (TorchRec)" in output, "Fastest" in output) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -51,14 +51,13 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 
 
 def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
-    """Returns a table: the run, and each alternative without replicas and with their best number (ties: one row)."""
+    """Returns a table: the run, and each alternative without replicas and with their best number."""
     flat = next((way.seconds for way in ways if way.name == FLAT), math.nan)
-    is_tie = len(ways) > 1 and ways[-1].seconds - ways[0].seconds < 1e-7
     best: dict[tuple[str, bool], Prediction] = {}
     for way in ways:
         best.setdefault((re.sub(", [0-9]+ replicas.*", "", way.name), way.num_replicas > 1), way)
-    rows = []
-    for way in [current, *([ways[0]._replace(name="all alternatives")] if is_tie else best.values())]:
+    shown, rows = [*best.values()], []
+    for way in [current, *shown]:
         exposed = f"{1 - (way.exposed['compute'] + way.exposed['program']) / way.seconds:.0%}"
         step, faster = f"{1e3 * way.seconds:,.1f} ms", f"{flat / way.seconds:.2f}".replace("nan", "-")
         numbers = step, f"{way.samples_per_s:,.0f}", faster
@@ -71,7 +70,9 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
         lines.append(f"Left out, as they exceed sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
     if (measured := record["measured_ranks"]) is not None and measured < num_ranks:
         lines.append(f"Groups of more than {measured} ranks were not measured; they get the rate of {measured} ranks.")
-    lines += [f"Fastest: {' '.join(ways[0].overrides)}"] if ways else []
-    lines += ["All take the minimum time of a step (step_s); a larger batch would tell them apart."] if is_tie else []
+    if len(shown) > 1 and shown[-1].seconds - shown[0].seconds < 1e-7:
+        lines.append("All alternatives take the minimum time of a step (step_s); a larger batch would tell them apart.")
+    elif shown:
+        lines.append(f"Fastest: {' '.join(shown[0].overrides)}")
     headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed", "fullest rank"]
     return Shown(record, headers, rows, title, range(1, len(headers)), lines)
