@@ -260,7 +260,7 @@ def _show(cluster: Cluster, out: Path) -> Shown:
         speeds = []
         for speed, shares in links:
             words = ", ".join(f"{ranks}: {share:.0%}" for ranks, share in shares.items())
-            speeds.append(f"{human_bytes(speed)}/s" + f" ({words})" * bool(shares))
+            speeds.append(f"{human_bytes(speed)}/s ({words})" if shares else "not measured")
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     lines = [f"A rank computes {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products; {out} has all rates."]
     if cluster.hosts == 1:
