@@ -16,15 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import bench_comms
-from dmt.training.commands.bench_comms import (
-    _show,
-    _Timing,
-    bytes_sent,
-    cut,
-    measure_cluster,
-    run_bench_comms,
-    shapes_of,
-)
+from dmt.training.commands.bench_comms import _Timing, bytes_sent, cut, measure_cluster, run_bench_comms, shapes_of
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -72,7 +64,7 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
 @on_ranks(2)
 def test_one_host_tells_nothing_of_groups_over_several(rank: int) -> None:
     cluster = measured_on_rank(rank, "")
-    assert [row[2] for row in _show(cluster, Path("c.toml")).rows] == ["not measured"] * 3
+    assert [row[2] for row in bench_comms._show(cluster, Path("c.toml")).rows] == ["not measured"] * 3
     rates = cluster.exchange
     assert (rates.uplink_by_ranks, rates.host_by_ranks) == ({}, {2: 1.0})
     assert rates.uplink_rate(16) == rates.uplink_bytes_per_s == rates.host_bytes_per_s

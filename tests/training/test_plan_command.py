@@ -100,6 +100,7 @@ def test_without_towers_the_features_of_a_table_stay_together(tmp_path: Path) ->
     config = config_file(tmp_path, data={"tables": tmp_path / "tables.json"}, topology={"num_towers": 3})
     towers = {table["name"]: table["tower"] for table in record_of(config)["tables"]}
     assert towers == {"t_0": 0, "t_1": 1, "t_2": 2, "t_3": 0, "t_4": 1}
+    assert "besides tables in host memory" in plan(config, "sharding.tables.t_0=fused_uvm").output
 
 
 @pytest.mark.parametrize("are_cut", [False, True])

@@ -51,7 +51,7 @@ def sharding_of(plan):
         TableSpec(name=f"t_{feature}", num_embeddings=1000, embedding_dim=32, feature_names=(feature,))
         for feature in plan.features
     ]
-    topology = TowerTopology(num_towers=plan.num_towers, ranks_per_tower=2)
+    topology = TowerTopology(num_towers=plan.num_towers, ranks_per_tower=2, ranks_per_host=1)
     return plan_tables(plan.tables_by_tower(tables), topology)
 
 
@@ -122,6 +122,7 @@ def test_the_page_loads_nothing_and_shows_numbers_and_names_as_they_are(tmp_path
     for words in ("<b>bold</b>", "C&3", "clicks of <Tuesday>", "<i>flat", "a & b", "<script>x()"):
         assert words in text, words
     for words in (
+        "4 ranks, counted as 4 hosts.",
         "AUC 0.7834 0.7842 1.001",
         "parameters 892,449 892,449 1.000",
         "bytes/sample across hosts: forward 1,664 832 0.500",

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.formatting import counted
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
 from dmt.report.style import dress_axes, new_figure, save_figure, tower_badges
@@ -163,6 +164,7 @@ def write_report(
         "affinity_picture": data_uri(affinity_picture),
         "curves_picture": data_uri(curves_picture),
         "data_description": data_description,
+        "hosts": counted(sharding.topology.num_hosts, "host"),
         "run": towers,
         "versions": [f"{name} {version}" for name, version in towers["versions"].items() if version != "absent"],
     }
