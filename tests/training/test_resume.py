@@ -22,7 +22,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.job import open_job, open_unsharded
-from dmt.training.records import RunRecord, read_curves, read_result, read_result
+from dmt.training.records import RunRecord, read_curves, read_result
 from dmt.training.resume import Position, Start, checkpoint_folder, start_from, starting_folder
 from dmt.training.train import train_job
 from dmt.training.trained import check_encoding
