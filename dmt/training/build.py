@@ -134,7 +134,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     if parameters:
         make = partial(DENSE_OPTIMIZERS[config.dense], lr=config.dense_lr)
         parts.append(("dense", KeyedOptimizerWrapper(parameters, make)))
-    return ScheduledOptimizer(parts, [config.sparse_lr, config.dense_lr], config)
+    return ScheduledOptimizer(parts, config)
 
 
 def warmup_factor(config: OptimizerConfig, step: int) -> float:
@@ -152,26 +152,23 @@ class ScheduledOptimizer(CombinedOptimizer):
     """Combines the optimizers of all parts of a model; their learning rates follow `warmup_factor`.
 
     Args:
-        parts: name and optimizer of each part, the tables first.
-        rates: the full learning rate of each part.
-        config: the section ``optimizer``, for ``warmup_steps``.
+        parts: name and optimizer of each part: ``"tables"``, and ``"dense"`` on a rank with such parameters.
+        config: the section ``optimizer``.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[str, KeyedOptimizer]], rates: Sequence[float], config: OptimizerConfig
-    ) -> None:
+    def __init__(self, parts: Sequence[tuple[str, KeyedOptimizer]], config: OptimizerConfig) -> None:
         super().__init__(list(parts))
-        self._rates, self._config = rates, config
+        self._config = config
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
         """Sets the learning rates of the 0-based step ``step``; fused optimizers adopt them at `zero_grad`."""
         self.steps = step
         share = warmup_factor(self._config, step)
-        # Not strict: a rank without dense parameters has no optimizer for the second rate.
-        for (_, part), rate in zip(self.optimizers, self._rates, strict=False):
+        rates = {"tables": self._config.sparse_lr, "dense": self._config.dense_lr}
+        for name, part in self.optimizers:
             for group in part.param_groups:
-                group["lr"] = rate * share
+                group["lr"] = rates[name] * share
 
     def step(self, closure: Any = None) -> None:
         """Updates the dense parts and sets the next learning rates; the backward pass has updated the tables."""

@@ -95,8 +95,12 @@ def matching_files(value: str) -> list[str]:
             return [name for name in system.glob(pattern) if all(p[0] not in "._" for p in name.split("/")[first:])]
 
         matches, unread = list[str](), list[str]()
-        pattern = f"{glob.escape(inner)}/*" if (is_folder := system.isdir(inner)) else inner
-        for name in [inner] if system.isfile(inner) or (is_folder and inner.endswith(".parquet")) else visible(pattern):
+        is_folder = system.isdir(inner)
+        if system.isfile(inner) or (is_folder and inner.endswith(".parquet")):
+            names = [inner]
+        else:
+            names = visible(f"{glob.escape(inner)}/*" if is_folder else inner)
+        for name in names:
             if not system.isdir(name):
                 matches.append(name)
             elif name.endswith(".parquet"):
