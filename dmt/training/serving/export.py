@@ -78,11 +78,10 @@ def export_run(
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, the ending of exported PyTorch programs.")
     checkpoint, job, model = trained_model(run, data_path, functions)
-    features = job.data.columns.feature_names
     batch = draw_samples(job, 64, seed=0)
     expected = check_samples(job, model, batch.split_columns(job.column_splits))
-    served = ServedModel(model, features, stored=tables, splits=job.column_splits)
-    program = make_program(served, num_dense=job.num_dense, features=features)
+    served = ServedModel(model, job.data.columns.feature_names, stored=tables, splits=job.column_splits)
+    program = make_program(served, num_dense=job.num_dense)
     manifest = _manifest(job, checkpoint, tables)
     with torch.no_grad():
         # Calling the module would make PyTorch check the inputs, for 20 s with 1,000 features; forward() does not.

@@ -172,7 +172,8 @@ class ServedModel(nn.Module):
         splits: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
-        self._features = tuple(features)
+        self.features = tuple(features)
+        """Names of the features that the program takes."""
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
         # deepcopy takes the memo's entries in place of copies, so tables are never copied.
         memo: dict[int, Any] = {}
@@ -204,11 +205,11 @@ class ServedModel(nn.Module):
         """
         bags = _Ids()
         # All features at once: for a few samples, time depends on the number of operators.
-        stacked = torch.stack([lengths[name] for name in self._features])
+        stacked = torch.stack([lengths[name] for name in self.features])
         all_offsets = functional.pad(stacked.cumsum(1), (1, 0))
         # With wrong offsets, embedding_bag would read memory outside the batch.
         assert_in_graph((stacked >= 0).all(), "lengths: a length is negative")
-        for name, offsets in zip(self._features, all_offsets.unbind(), strict=True):
+        for name, offsets in zip(self.features, all_offsets.unbind(), strict=True):
             assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to len(ids[{name!r}])")
             for key in self._shards.get(name, [name]):
                 bags[key] = JaggedTensor(values=ids[name], lengths=lengths[name], offsets=offsets)
@@ -216,7 +217,7 @@ class ServedModel(nn.Module):
         return checked_logits(type(self.model).__name__, self.model(dense, bags), dense.shape[0]).reshape(-1)
 
 
-def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
+def make_program(model: ServedModel, *, num_dense: int) -> torch.export.ExportedProgram:
     """Exports a model for any number of samples, at least 1, and any number of ids per feature, 0 included.
 
     The program checks its input: names, shapes, that lengths add up, that ids are rows of their tables.
@@ -224,25 +225,24 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
     Args:
         model: the model, on the CPU.
         num_dense: D, the number of dense columns.
-        features: names of the features, as ``model`` has them.
 
     Raises:
         InputError: the model does not return a tensor [B, 1] or [B], a feature has a quotation mark in its name, or
             PyTorch cannot export the model, for the reason given.
     """
-    if quoted := [name for name in features if "'" in name or '"' in name]:
+    if quoted := [name for name in model.features if "'" in name or '"' in name]:
         # PyTorch writes the names into Python code, unescaped.
         raise InputError(f"Feature {quoted[0]!r}: PyTorch cannot export names with quotation marks. Rename the column.")
     samples = 3
     # A different number of ids for each feature, so that the tracer assumes no two to be equal.
-    counts = {name: samples + 2 + number for number, name in enumerate(features)}
+    counts = {name: samples + 2 + number for number, name in enumerate(model.features)}
     ids = {name: torch.zeros(count, dtype=torch.int64) for name, count in counts.items()}
     lengths = {name: torch.tensor([1, 1, count - 2]) for name, count in counts.items()}
     batch = torch.export.Dim("batch", min=1)
     dims: tuple[Any, ...] = (
         {0: batch},
-        {name: {0: torch.export.Dim(f"ids_{number}", min=0)} for number, name in enumerate(features)},
-        {name: {0: batch} for name in features},
+        {name: {0: torch.export.Dim(f"ids_{number}", min=0)} for number, name in enumerate(model.features)},
+        {name: {0: batch} for name in model.features},
     )
     inputs = (torch.zeros(samples, num_dense), ids, lengths)
     try:

@@ -268,7 +268,7 @@ def test_a_model_of_ones_own_is_exported_and_int8_is_small(tmp_path: Path) -> No
     served = ServedModel(model, NAMES)
     with torch.no_grad():
         assert torch.equal(served(dense, ids, lengths), model(dense, batch).squeeze(1))
-        program = make_program(ServedModel(model, NAMES, stored="int8"), num_dense=2, features=NAMES)
+        program = make_program(ServedModel(model, NAMES, stored="int8"), num_dense=2)
         difference = (program.module()(dense, ids, lengths) - model(dense, batch).squeeze(1)).abs().max()
     assert 0.0 < float(difference) < 1e-2
     torch.export.save(program, tmp_path / "model.pt2")
@@ -281,7 +281,7 @@ def test_a_model_of_ones_own_is_exported_and_int8_is_small(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
 def test_a_compiled_program_refuses_ids_without_a_row(tmp_path: Path) -> None:
     """With other operators, it would read row -1 as the last one."""
-    program = make_program(ServedModel(Clicks(), NAMES, stored="int8"), num_dense=2, features=NAMES)
+    program = make_program(ServedModel(Clicks(), NAMES, stored="int8"), num_dense=2)
     model = aoti_load_package(aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2")))
     dense, ones = torch.ones(3, 2), {name: torch.ones(3, dtype=torch.long) for name in NAMES}
     assert model(dense, ones, ones).shape == (3,)
@@ -312,17 +312,17 @@ def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
         served = ServedModel(Clicks(change), NAMES)
         message = rf"Clicks returned {returned} for \d samples; return logits \[samples, 1\]"
         with pytest.raises(InputError, match=message):
-            make_program(served, num_dense=2, features=NAMES)
+            make_program(served, num_dense=2)
         with pytest.raises(InputError, match=message):
             served(torch.zeros(2, 2), ones, ones)
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
-    make_program(ServedModel(Clicks(lambda logits: logits[:, 0]), NAMES), num_dense=2, features=NAMES)  # [B] is fine
+    make_program(ServedModel(Clicks(lambda logits: logits[:, 0]), NAMES), num_dense=2)  # [B] is fine
     with pytest.raises(InputError, match=r"cannot export Clicks .*without branches on the data"):
-        make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2, features=NAMES)
+        make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2)
     with pytest.raises(InputError, match='Feature "it\'s": PyTorch cannot export names with quotation marks'):
-        make_program(ServedModel(Clicks(), NAMES), num_dense=2, features=[*NAMES, "it's"])
+        make_program(ServedModel(Clicks(), [*NAMES, "it's"]), num_dense=2)
     with pytest.raises(InputError, match="module 'words' is a Words, whose tables cannot"):
         ServedModel(Sequences(), NAMES)
     with pytest.raises(InputError, match="'t_u' has 7 columns, but int4 packs two numbers into a byte"):
