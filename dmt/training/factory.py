@@ -8,7 +8,7 @@ The function takes any of these keyword arguments and returns the unsharded mode
 - ``num_dense``: number of dense columns;
 - ``options``: the section ``[model.options]`` of the config, as a dict;
 - ``towers``: the `TowerPlan` of a model in towers; None for a flat model;
-- ``device``: device of the parameters, such as the meta device, or None; pass it to TorchRec's collections.
+- ``device``: device of the parameters, such as the meta device; pass it to TorchRec's collections.
 
 Every process calls the function several times: each call must build the same model anew.
 """
@@ -82,7 +82,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         "num_dense": job.num_dense,
         "options": dict(config.options),
         "towers": towers,
-        "device": None if device is None else torch.device(device),
+        "device": torch.device(device or "cpu"),
     }
     with torch.device(device or "cpu"), _errors_named(f"{place} raised"):
         model = call_named(place, make, given)
@@ -186,7 +186,7 @@ def probability_warning(factory: str, low: float, high: float) -> str:
         return ""
     return (
         f"model.factory={factory!r}: all outputs of a batch lie between {low:.3f} and {high:.3f}, as "
-        "probabilities do. The model must return logits: remove its sigmoid, or it learns far worse."
+        "probabilities do. The model must return logits: if it ends in a sigmoid, remove it, or it learns far worse."
     )
 
 

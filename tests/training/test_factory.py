@@ -178,6 +178,11 @@ def made(tables: Any, options: dict[str, Any]) -> Any:
     return KINDS[options["kind"]](tables)
 
 
+def on_device(tables: Any, device: torch.device) -> nn.Module:
+    with device:
+        return Flat(tables)
+
+
 def takes_more(tables: Any, learning_rate: float) -> nn.Module:
     return Flat(tables)
 
@@ -289,6 +294,7 @@ def test_features_outside_towers_need_a_collection_of_their_own() -> None:
 def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"num_towers": 1, "ranks_per_tower": 1}
     check_model(job_of("made:batch norm", topology=alone))
+    build_model(job_of("on_device"))
     model = with_part([], nn.Linear(2, 2))
     model.towers = nn.ModuleList([nn.Linear(2, 2)])  # a name that is that of a collection's towers
     assert compression_ratio(model) == 1.0
