@@ -59,7 +59,7 @@ def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sharders_of(mesh: TowerMesh) -> list[Any]:
-    """Returns the sharders of all collections; for sequences, add TorchRec's ``EmbeddingCollectionSharder()``."""
+    """Returns the sharders of all collections; for sequences, add ``EmbeddingCollectionSharder(FUSED_PARAMS)``."""
     return [SPTTEmbeddingBagCollectionSharder(mesh, TOWERS, fused_params=FUSED_PARAMS, unique=True)]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.errors import InputError
@@ -82,10 +83,12 @@ class PlainTraining:
         self._snapshots: dict[tuple[str, int], list[Tensor]] = {}
         for module in modules:
             parameters = dict(in_backward_optimizer_filter(module.named_parameters()))
-            dense = {name: p for name, p in parameters.items() if not is_table(name) and p.requires_grad}
+            sequences = [part for part in module.modules() if isinstance(part, EmbeddingCollection)]
+            of_sequences = {weight for part in sequences for weight in part.parameters()}
+            tables = {name: p for name, p in parameters.items() if is_table(name) or p in of_sequences}
+            dense = {name: p for name, p in parameters.items() if name not in tables and p.requires_grad}
             if make_optimizer is not None and dense:
                 self.dense_optimizers.append(make_optimizer(dense))
-            tables = {name: weight for name, weight in parameters.items() if is_table(name)}
             widths = {name: (layout or {}).get(table_name(name), [tables[name].shape[1]]) for name in tables}
             self.tables.append({name: PlainTable(tables[name], widths[name], settings, scale) for name in tables})
         self._all_tables = [table for tables in self.tables for table in tables.values()]

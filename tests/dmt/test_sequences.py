@@ -31,7 +31,8 @@ from dmt.models import DINTowerModule, DLRMTowerModule
 from dmt.models.complexity import compression_ratio, count_complexity, count_on_meta
 from dmt.simulator.work import count_operators
 from dmt.sptt.group_sharded import join_rows, split_rows
-from dmt.testing import load_plain_state
+from dmt.testing import PlainTraining, load_plain_state
+from dmt.testing.plain import table_name
 from dmt.training.factory import without_tables
 from tests.dmt.test_planner import Sharder, collection
 from tests.ranks import run_ranks
@@ -106,6 +107,11 @@ def test_bags_in_towers_and_sequences_train_as_the_plain_module() -> None:
         assert (plain - untrained).abs().max() > 0.1, "training changed nothing"
         # Sums in another order.
         torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
+
+
+def test_plain_training_trains_tables_of_sequences_beside_towers_by_fused_params() -> None:
+    (tables,) = PlainTraining([Clicks()], fused_params={}).tables
+    assert set(map(table_name, tables)) == {f"t_{name}" for name in BAGS + WORDS}
 
 
 def test_modules_that_no_sharder_is_for_are_refused() -> None:
