@@ -88,7 +88,7 @@ class TowerShardingPlanner:
         """Plans every module of ``model`` that one of the sharders handles.
 
         `plan_by_torchrec` plans the modules of TorchRec's sharders, such as ``EmbeddingCollectionSharder``, over all
-        ranks: without this planner's rules, workload and rates, and as if they alone had all of ``memory_per_rank``.
+        ranks: without this planner's rules, workload and rates, in the memory that the fullest rank has left.
 
         Args:
             model: the unsharded model.
@@ -104,7 +104,8 @@ class TowerShardingPlanner:
                 place the tables left to it, or would have to replicate them (num_replicas above 1).
         """
         modules, others = _modules(model, sharders)
-        placements = self._explain(modules, sharders).placements
+        explained = self._explain(modules, sharders)
+        placements = explained.placements
         plan: dict[str, Any] = {path: EmbeddingModuleShardingPlan() for path in modules}
         for path, lists in modules.items():
             for table in (table for tables in lists for table in tables):
@@ -119,6 +120,8 @@ class TowerShardingPlanner:
             alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
             theirs = [sharder for sharder in sharders if not _is_ours(sharder)]
             room, device_type = self.hardware.memory_per_rank, self.device_type
+            if room is not None:
+                room -= max(rank.needed for rank in explained.ranks)
             made = plan_by_torchrec(alone, theirs, self.topology, memory_per_rank=room, device_type=device_type)
             plan |= {path: made.plan[str(number)] for number, path in enumerate(others)}
         return ShardingPlan(plan=plan)

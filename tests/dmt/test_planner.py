@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
@@ -133,6 +133,16 @@ def test_modules_of_one_model_share_the_ranks() -> None:
     assert sorted(ranks["t_a"] + ranks["t_c"]) == [0, 1]
     # A rule may be meant for any of them.
     TowerShardingPlanner(TWO_BY_TWO, pinned={"t_d": "row_wise"}).plan(model, [Sharder()])
+
+
+def test_torchrecs_planner_gets_the_memory_that_is_left() -> None:
+    items = EmbeddingConfig(name="t_item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])
+    model = nn.Sequential(collection("a", "b"), EmbeddingCollection(tables=[items], device="meta"))
+    sharders = [Sharder(), EmbeddingCollectionSharder()]
+    needed = max(rank.needed for rank in TowerShardingPlanner(TWO_BY_TWO).explain(model, sharders).ranks)
+    planner = TowerShardingPlanner(TWO_BY_TWO, hardware=Hardware(memory_per_rank=needed + 1000))
+    with pytest.raises(InputError, match=r"cannot place the tables t_item with 1\.00 kB of memory per rank"):
+        planner.plan(model, sharders)
 
 
 def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() -> None:
