@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -85,7 +86,10 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
 
 class OpenShardedEBC(ShardedEmbeddingBagCollection):
-    """TorchRec's ``ShardedEmbeddingBagCollection`` with public names for the parts that a subclass reads or changes."""
+    """TorchRec's ``ShardedEmbeddingBagCollection`` with public names for the parts that a subclass reads or changes.
+
+    It can also load column shards of unequal widths: TorchRec's hook views each with the width of the first.
+    """
 
     @property
     def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
@@ -108,14 +112,15 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         """Stops TorchRec from dividing embeddings for mean pooling."""
         self._has_mean_pooling_callback = False
 
-    def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add later."""
-        return {}
-
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEBC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # Static, because TorchRec registers it as a function that takes the module.
-        taken = self.take_local_shards(state_dict, prefix)
+        taken = {}
+        for key in [f"{prefix}embedding_bags.{name}.weight" for name in self.embedding_bags]:
+            if isinstance(state_dict.get(key), ShardedTensor):
+                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                # A rank's shards of a table are equally wide, and stacked in one parameter.
+                taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
         state_dict.update(taken)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
@@ -41,7 +40,6 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
       ``data_parallel_group`` (TorchRec broadcasts from global rank 0, which may not be in it).
     - Mean pooling of row-wise tables divides those tables only. TorchRec divides every table of the collection by the
       lengths of its bags (plus 1e-6), tables of other schemes a second time, and fails on a rank without samples.
-    - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
     - Row-wise tables take batches of unequal sizes, by `RowWiseOutputs`: gloo cannot gather unequal gradients.
 
     Args:
@@ -137,17 +135,6 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 )
             )
         return awaitable
-
-    def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Takes sharded tensors out of a state dict; returns this rank's shards of each, stacked along rows, by key."""
-        taken = {}
-        for table in self._configs:
-            key = f"{prefix}embedding_bags.{table.name}.weight"
-            if isinstance(state_dict.get(key), ShardedTensor):
-                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
-                # A rank's shards of a table are equally wide, and stacked in one parameter.
-                taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
-        return taken
 
     def _divisor(self, features: Any) -> Tensor:
         """Returns divisors [B, columns], FP32: bag lengths in the columns of mean-pooled row-wise tables, else 1."""
