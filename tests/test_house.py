@@ -197,11 +197,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_897, 132),  # 20_500, 136
-    "dmt/*.py": (1_059, 7),  # 800, 8
+    "the library": (25_892, 132),  # 20_500, 136
+    "dmt/*.py": (1_064, 7),  # 800, 8
     "dmt/plan": (757, 5),  # 600, 5
-    "dmt/sharding": (2_020, 10),  # 1_750, 10
-    "dmt/sptt": (3_522, 17),  # 2_900, 18
+    "dmt/sharding": (2_023, 10),  # 1_750, 10
+    "dmt/sptt": (3_509, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
     "dmt/hot_rows": (931, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
@@ -211,7 +211,7 @@ CEILINGS = {
     "partitioner": (2_833, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (22_827, 119),  # 20_000, 115
+    "tests": (22_837, 119),  # 20_000, 115
 }
 
 
