@@ -59,11 +59,6 @@ def checked_model(job: Job) -> nn.Module:
             f"data.prepared={config.data.prepared!r} has rows without labels. Set `label` in its manifest.json "
             "to the name of their column, or use other rows."
         )
-    if not job.num_dense and config.model.factory is None:
-        raise InputError(
-            "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
-            "your own model (model.factory)."
-        )
     check_rows(config, job.topology.world_size, job.data.num_rows("train"))
     if job.data.num_rows("eval") == 0:
         raise InputError("There are no rows to evaluate. Check data.eval_path, split_column and eval_fraction.")

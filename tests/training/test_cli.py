@@ -51,6 +51,7 @@ def test_complexity() -> None:
         (["demo", "towers.plan=plan.json"], "The demo sets towers.plan itself"),
         (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
+        (["plan", "demo", "model.arch=dlrm", "data.synthetic.num_dense=0"], "The data has no dense column"),
     ],
 )
 def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
