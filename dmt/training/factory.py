@@ -64,7 +64,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     """
     config, towers = job.config.model, job.towers if job.config.model.has_towers else None
     assert config.factory is not None, "the job has a factory"
-    place = f"model.factory={config.factory!r}"
+    place = config.chosen
     if towers is None and job.column_splits:
         raise InputError(
             f"{place} makes a flat model, but the tower plan {job.config.towers.plan} cuts the table of feature "
@@ -120,7 +120,7 @@ def check_outputs(job: Job, model: nn.Module) -> None:
         InputError: the model fails, it does not return logits [B, 1] or [B], or a tower module does not return
             [B, ``out_features``].
     """
-    place = f"model.factory={job.config.model.factory!r}"
+    place = job.config.model.chosen
     model = without_tables(copy.deepcopy(model))
 
     def check_tower(module: Any, inputs: Any, output: Any) -> None:
@@ -169,7 +169,7 @@ def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
     # Kernels may sum in another order if the batch size differs.
     if difference > 1e-4 * max(1.0, float(outputs[0].abs().max())):
         raise InputError(
-            f"model.factory={job.config.model.factory!r}: a sample's logit depends on the other samples of its batch: "
+            f"{job.config.model.chosen}: a sample's logit depends on the other samples of its batch: "
             f"halving the batch changes it by {difference:.1e}. Compute it from the sample alone, or use your own loop."
         )
     return outputs[0]

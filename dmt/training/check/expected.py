@@ -117,7 +117,7 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
         logits, again = ([tasks[0](batch)[1][0] for batch in _batches(run, UNEVEN)] for _ in range(2))
     if not torch.allclose(torch.cat(logits), torch.cat(again), rtol=1e-4, equal_nan=True):
         raise InputError(
-            f"model.factory={run.config.model.factory!r}: the model's logits are random even without torch.nn.Dropout, "
+            f"{run.config.model.chosen}: the model's logits are random even without torch.nn.Dropout, "
             "so there is nothing to compare. Turn off what draws random numbers, such as the dropout of "
             "torch.nn.MultiheadAttention, by an option of the factory."
         )
