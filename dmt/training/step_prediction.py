@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
-from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
+from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.explanation import TowerShardingPlan
@@ -96,7 +96,7 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
         towers=[feature_names(tables)] if job.towers is None or is_flat else job.towers.to_lists(),
         sharding=job.sharding,
         lookups=lookups,
-        number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
+        number_bytes=costs.number_bytes,
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
         rows={name: costs.rows(name, t) for t in tables for name in t.feature_names} if costs.is_unique else {},

@@ -105,23 +105,24 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
             reason = f"cannot be locked ({error.strerror})"
             remedy = "Write the output to a file system that supports locks."
             raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. {remedy}") from error
-        if not (folder / MANIFEST).exists():
-            lock.seek(0)
-            # Reading all rows again, in each rank, would only delay the error that another rank had meanwhile.
-            if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime_ns != before:
-                raise InputError(text)
-            logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
-            for path in cache.glob(f".*{_LOCK}"):  # also those of killed processes, which left work folders
-                with suppress(OSError), path.open("ab") as other:
-                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)
-            try:
-                prepare(config, folder, eval_only=eval_only)
-            except InputError as error:
-                with suppress(OSError):  # the disk may be full
-                    os.truncate(lock.fileno(), 0)
-                    os.write(lock.fileno(), str(error).encode())
-                raise
+        if (folder / MANIFEST).exists():
+            return folder
+        lock.seek(0)
+        # Reading all rows again, in each rank, would only delay the error that another rank had meanwhile.
+        if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime_ns != before:
+            raise InputError(text)
+        logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
+        for path in cache.glob(f".*{_LOCK}"):  # also those of killed processes, which left work folders
+            with suppress(OSError), path.open("ab") as other:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)
+        try:
+            prepare(config, folder, eval_only=eval_only)
+        except InputError as error:
+            with suppress(OSError):  # the disk may be full
+                os.truncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(error).encode())
+            raise
     return folder
 
 

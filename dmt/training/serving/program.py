@@ -173,7 +173,6 @@ class ServedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.features = tuple(features)
-        """Names of the features that the program takes."""
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
         # deepcopy takes the memo's entries in place of copies, so tables are never copied.
         memo: dict[int, Any] = {}
