@@ -80,11 +80,12 @@ def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
 
     Makes missing folders. ``option`` names the output in the message; ``is_folder`` says that ``path`` is a folder.
     """
+    if any(part.endswith(":") for part in path.parts):  # pathlib has made s3:/bucket of s3://bucket
+        raise InputError(f"{option} {str(path)!r} is a URL, but output is written to local files. Give a path.")
     folder = path if is_folder else path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}. Give another path.") from error
     if not is_folder and path.is_dir():

@@ -197,8 +197,8 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_893, 132),  # 20_500, 136
-    "dmt/*.py": (1_064, 7),  # 800, 8
+    "the library": (25_894, 132),  # 20_500, 136
+    "dmt/*.py": (1_065, 7),  # 800, 8
     "dmt/plan": (757, 5),  # 600, 5
     "dmt/sharding": (2_023, 10),  # 1_750, 10
     "dmt/sptt": (3_509, 17),  # 2_900, 18
@@ -211,7 +211,7 @@ CEILINGS = {
     "partitioner": (2_833, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (22_838, 119),  # 20_000, 115
+    "tests": (22_839, 119),  # 20_000, 115
 }
 
 

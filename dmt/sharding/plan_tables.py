@@ -232,8 +232,8 @@ class _Tower:
             f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
             f"batch_size={batch}, but {counted(num_ranks, 'rank')} with memory_per_rank={human_bytes(limit)} have "
             f"{human_bytes(num_ranks * room)}{beside}. A rank must hold {human_bytes(memory)} of table {name!r}, even "
-            f"if it is {scheme}. {smaller}et large tables be row_wise, use more ranks per tower, a smaller data type "
-            "or optimizer state, or move tables to other towers."
+            f"if it is {scheme}. {smaller}et large tables be row_wise, allow more memory (sharding.memory_gib), use "
+            "more ranks per tower, a smaller data type or optimizer state, or move tables to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:

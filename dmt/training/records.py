@@ -156,10 +156,10 @@ def read_result(folder: Path) -> dict[str, Any]:
     return {key: math.nan if value is None else value for key, value in result.items()}
 
 
-def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def read_curves(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
     """Reads the curves of a run, finished or not: (step, value) pairs by name, with the last value of each step."""
     curves: dict[str, dict[int, float]] = {}
-    for values in _read_metrics(folder / "metrics.jsonl"):
+    for values in _read_metrics(Path(folder) / "metrics.jsonl"):
         step = values.pop("step")
         for name, value in values.items():
             curves.setdefault(name, {})[step] = value

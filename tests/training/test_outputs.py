@@ -76,6 +76,7 @@ PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
         (f"{PARTITION} --out plan.json", "--out", IS_OTHER),
         (f"{OF_RUN} --out run/checkpoint/step-1/towers.json", "--out", "is in a checkpoint"),
         ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
+        ("score run --data x.parquet -o s3://bucket/out.parquet", "--out", "is a URL"),
     ],
 )
 def test_an_output_that_is_an_input_or_of_another_kind_is_refused(

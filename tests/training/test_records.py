@@ -43,7 +43,7 @@ def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> Non
     losses(record, range(30, 50, 10), factor=2.0)
     assert read_curves(killed)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 60.0), (40, 80.0)]
     losses(record_of(killed), range(5, 6))
-    assert read_curves(killed) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
+    assert read_curves(str(killed)) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
 
 
 def test_the_runs_of_a_demo_leave_stdout_to_its_result(

@@ -179,7 +179,7 @@ def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
     assert all(way.rank_bytes <= 16 * 2**30 for way in ways)
     values[-1] = "sharding.memory_gib=1"
     job = make_job(load_config("demo", values[:-1]), criteo_1tb_tables(64), 13)
-    with pytest.raises(InputError, match=r"memory_per_rank=1\.07 GB have"):
+    with pytest.raises(InputError, match=r"memory_per_rank=1\.07 GB have.*more memory \(sharding\.memory_gib\)"):
         alternatives(replace(job, config=load_config("demo", values)), SMALL)
 
 

@@ -126,7 +126,7 @@ class DataConfig(Section):
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
     """Transform of dense values; ``signed_log1p`` is sign(x) * log(1 + abs(x))."""
     id_mode: Literal["hash", "index", "frequency"] = "hash"
-    """How [values become ids](data.md#how-values-become-inputs); ``frequency`` reads the rows twice."""
+    """How [values become ids](data.md#how-values-become-inputs)."""
     vocabulary: PathText | None = None
     """A prepared folder whose vocabulary is reused; needs ``id_mode = "frequency"``."""
     num_embeddings: Int = Field(default=100_000, ge=1, le=_MOST_ROWS)

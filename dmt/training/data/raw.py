@@ -446,11 +446,11 @@ class _Sql:
 
     def _add_part(self, column: str, part: str) -> None:
         """Adds a part of a time, such as its hour."""
-        time, is_bad = f"CAST({self._columns[column][0]} AS TIMESTAMP)", ""
-        if self._is_text(column):
-            time = f"CAST(TRY_CAST({self._columns[column][0]} AS TIMESTAMPTZ) AS TIMESTAMP)"
+        time, is_bad = self._columns[column][0], ""
+        if self._is_text(column):  # DuckDB would read 22-11-26 as a day of the year 22
+            time = f"TRY_CAST(regexp_extract({time}, '^ *[0-9]{{4}}.*') AS TIMESTAMPTZ)"
             is_bad = self._is_unread(column)
-        value = f"CAST({_PARTS[part].format(time)} AS INT)"
+        value = f"CAST({_PARTS[part].format(f'CAST({time} AS TIMESTAMP)')} AS INT)"
         self._add(column, value, "a date or time such as 2026-11-22 or 2026-11-22T20:15:00", is_bad)
 
     def _add_feature(self, feature: Feature) -> None:

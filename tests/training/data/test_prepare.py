@@ -177,7 +177,7 @@ REJECTED = [
     ("0,a,12x,x,", "d", "expected a finite number, found 12x"),
     ("0,a,1_0,x,", "d", "expected a finite number, found 1_0"),
     ("0,a,inf,x,", "d", "expected a finite number, found inf"),
-    ("0,a,1,x,22.11.2026", "t", "expected a date or time"),
+    ("0,a,1,x,22-11-26", "t", "expected a date or time"),
     ("0,a,1,x,2026-11-22T25:00", "t", "expected a date or time"),
     ("0,a,1,x,1700000000", "t", "expected a date or time"),
     ("0,a,1", "", "expected 5 columns, found 3"),
