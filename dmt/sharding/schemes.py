@@ -320,7 +320,7 @@ class ShardingRules:
         for table in outside:
             self._check_outside(table, keys.get(table.name))
         allowed = {table.name: self._resolve(table, keys.get(table.name), num_ranks, tower) for table, tower in placed}
-        free = [] if "table_wise" in self.schemes else [name for name in names if name not in keys]
+        free = [name for name in names if name not in keys]
         if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
             raise InputError(
                 f"None of the {len(names)} tables can have the requested scheme; for table {free[0]!r}: "

@@ -89,17 +89,13 @@ class RowCode:
         # Looked up while the other columns are in flight.
         added_BS = self.taken.columns([piece for pieces in agreed.pieces for piece in pieces])
         blocks = added_BS.split(self.cuts)
-        return [Pending(_sum, part, block) for part, block in zip(columns, blocks, strict=True)]
+        return [Pending(lambda part, block: part.wait() + block, *pair) for pair in zip(columns, blocks, strict=True)]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of the rows until ``stream`` has used it."""
         for part in (self.inverse, self.taken):
             if part is not None:
                 part.record_stream(stream)
-
-
-def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
-    return columns.wait() + added
 
 
 def wrap(module: Any, **changes: Any) -> None:
