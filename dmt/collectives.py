@@ -190,7 +190,7 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return part
     whole = part.new_empty(part.numel() * group.size())
-    dist.all_gather_into_tensor(whole, part, group=group)
+    dist.all_gather_single(whole, part, group=group)
     return whole
 
 
@@ -212,7 +212,7 @@ def start_sum_over_hosts(
     part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
     if inside.size() > 1:
         sums = part.new_empty(part.numel() // inside.size())
-        dist.reduce_scatter_tensor(sums, part, group=inside)
+        dist.reduce_scatter_single(sums, part, group=inside)
         part = sums
     # Copied for a rank alone on its host, which would otherwise sum into the caller's tensor.
     part = part.to(dtype or value.dtype, copy=inside.size() == 1)

@@ -135,7 +135,7 @@ def test_traffic_is_what_the_algorithm_needs() -> None:
 def test_the_meter_counts_collectives(rank: int) -> None:
     with TrafficMeter(host_of=lambda r: r) as meter:
         dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
-        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        dist.reduce_scatter_single(torch.empty(2), torch.ones(4))
         dist.broadcast(torch.ones(3), src=0)
     # Per rank 16 bytes to the other one, half of 16, and from rank 0 only 12.
     assert meter.total(dist.group.WORLD).forward == 2 * 16 + 2 * 8 + 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -336,7 +337,8 @@ def gradient_of(rank: int, touched: float) -> Tensor:
 def sums_on_rank(rank: int, topology: TowerTopology, touched: float) -> tuple[Tensor, Tensor, Any]:
     mesh = TowerMesh(topology)
     rows = TouchedRowsSum(SHAPES, mesh.tower_group, mesh.peer_group)
-    with TrafficMeter(host_of=topology.host) as meter:
+    no_deprecated_names = warnings.catch_warnings(action="error", category=FutureWarning)
+    with TrafficMeter(host_of=topology.host) as meter, no_deprecated_names:
         numbers = gradient_of(rank, touched)
         told = rows.start(numbers, torch.tensor([1.0, rank]))()
     return numbers, told, meter.total(mesh.global_group)
