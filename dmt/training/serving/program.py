@@ -254,5 +254,5 @@ def make_program(model: ServedModel, *, num_dense: int) -> torch.export.Exported
         reason = shorten([line.strip() for line in str(error).splitlines() if line.strip()][:3], " ")
         raise InputError(
             f"PyTorch cannot export {type(model.model).__name__} ({type(error).__name__}: {reason}). Write its forward "
-            "without branches on the data or on the number of samples."
+            "without branches on the data or on the number of samples, and read ids by key."
         ) from error

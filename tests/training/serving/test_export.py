@@ -319,7 +319,7 @@ def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
 
 def test_what_cannot_be_exported_is_refused() -> None:
     make_program(ServedModel(Clicks(lambda logits: logits[:, 0]), NAMES), num_dense=2)  # [B] is fine
-    with pytest.raises(InputError, match=r"cannot export Clicks .*without branches on the data"):
+    with pytest.raises(InputError, match=r"cannot export Clicks .*without branches on the data.* and read ids by key"):
         make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2)
     with pytest.raises(InputError, match='Feature "it\'s": PyTorch cannot export names with quotation marks'):
         make_program(ServedModel(Clicks(), [*NAMES, "it's"]), num_dense=2)
