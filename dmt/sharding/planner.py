@@ -254,7 +254,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if sharder is None and isinstance(module, collections):
             kind = type(module).__name__
             is_beside = type(module) is EmbeddingBagCollection and any(map(_is_ours, sharders))
-            add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
+            add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder(), without towers,"
             raise InputError(
                 f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), which must be sharded as a "
                 f"whole. Add {add} to the sharders, here and in DistributedModelParallel."
