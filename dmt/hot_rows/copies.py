@@ -149,7 +149,8 @@ class HotCopies:
             # The hook also keeps these copies alive while a backward pass may still reach them.
             found.register_hook(self._check_in_use)
         by_feature = dict(zip(self._features, found.split(self._widths, dim=1), strict=True))
-        parts = [by_feature.get(name, found.new_zeros(1).expand(len(found), width)) for name, width in pieces]
+        zeros = found.new_zeros(1)
+        parts = [by_feature[n] if n in by_feature else zeros.expand(len(found), width) for n, width in pieces]
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()

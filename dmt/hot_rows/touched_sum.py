@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dmt.collectives import gather_parts, max_over_ranks, start_sum_over_hosts
+from dmt.sharding.data_parallel import blocks_of
 
 __all__ = ["TouchedRowsSum"]
 
@@ -32,7 +33,8 @@ class TouchedRowsSum:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], inside: ProcessGroup, across: ProcessGroup) -> None:
-        self._shapes, self._inside, self._across = list(shapes), inside, across
+        # Neighbours of equal width are summed as one table: thousands would take thousands of calls.
+        self._shapes, self._inside, self._across = blocks_of(shapes), inside, across
 
     def start(self, gradient: Tensor, extra: Tensor) -> Callable[[], Tensor]:
         """Starts the in-place sum of ``gradient``; collective.

@@ -7,7 +7,7 @@ import gc
 import sys
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from torch.profiler import profile
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -209,6 +211,34 @@ def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> No
     weight.grad = torch.tensor([[0.0] * 4, [2.0] * 4])
     update.update()
     torch.testing.assert_close(weight, torch.tensor([[1.0] * 4, [1.0 - LR] * 4]))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_data_parallel_tables_side_by_side_train_by_few_calls_to_the_bits_of_tables_alone(optimizer: str) -> None:
+    shapes = [(3, 4), (1, 4), (5, 12), (2, 4)] * 10
+    ends = list(accumulate(rows * columns for rows, columns in shapes))
+    numbers = nn.Parameter(torch.randn(ends[-1]))
+    places = zip([0, *ends], ends, shapes, strict=False)
+    slices = {f"t{i}": TableBatchedEmbeddingSlice(numbers, a, b, *shape) for i, (a, b, shape) in enumerate(places)}
+    settings = {name: {**FUSED, "optimizer": OPTIMIZERS[optimizer]} for name in slices}
+    apart = {name: table.detach().clone() for name, table in slices.items()}
+    updates = [DataParallelOptimizer(tables, settings) for tables in (slices, apart)]
+    num_calls = []
+    for step in range(3):
+        numbers.grad = torch.randn(ends[-1]) * (torch.rand(ends[-1]) < 0.5)
+        for name, table in apart.items():
+            table.grad = slices[name].grad
+        for update in updates:
+            update.param_groups[7]["lr"] = 0.3 if step == 1 else LR  # of one table only
+            update.step()
+            with profile() as calls:
+                update.update()
+            num_calls.append(sum(call.count for call in calls.key_averages()))
+    for name, table in slices.items():
+        states = [update.state[of_name] for update, of_name in zip(updates, (table, apart[name]), strict=True)]
+        assert torch.equal(table, apart[name])
+        assert all(torch.equal(*parts) for parts in zip(*map(dict.values, states), strict=True))
+    assert num_calls[0] < num_calls[1] / 3
 
 
 @on_ranks(2)
