@@ -8,6 +8,7 @@ written back to their tables with their optimizer states, new rows are read from
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -292,13 +293,30 @@ class _Counter:
 
     def profile(self) -> AccessProfile:
         """Counts the ids kept by `add`, and returns the accesses of all ids so far."""
-        for table in self._total.tables if self._waiting else ():
-            ids = torch.cat([batch[feature] for batch in self._waiting for feature in table.feature_names])
-            rows, counts = ids.unique(return_counts=True)
-            is_row = (rows >= 0) & (rows < table.num_embeddings)
-            self._total.put(table.name, RowCounts(rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()))
+        tables = self._total.tables if self._waiting else ()
+        kept = [[batch[feature] for batch in self._waiting for feature in table.feature_names] for table in tables]
+        sizes = itertools.accumulate(sum(map(Tensor.numel, of_table)) for of_table in kept)
+        # Several tables at once, up to some size: thousands of tables would take thousands of calls and syncs.
+        batches = [size // _LEAST_COUNTED for size in sizes]
+        for _, batch in itertools.groupby(range(len(tables)), batches.__getitem__):
+            self._count({tables[i]: kept[i] for i in batch})
         self._waiting, self._num_waiting = [], 0
         return self._total
+
+    def _count(self, kept: Mapping[TableSpec, Sequence[Tensor]]) -> None:
+        """Counts ids, given by table, by one search; ignores those that are no rows."""
+        ids = torch.cat([part for parts in kept.values() for part in parts]).long()
+        sizes = torch.tensor([sum(map(Tensor.numel, parts)) for parts in kept.values()], device=ids.device)
+        table_of = torch.arange(len(kept), device=ids.device).repeat_interleave(sizes, output_size=len(ids))
+        num_rows = torch.tensor([table.num_embeddings for table in kept], device=ids.device)
+        is_row = (ids >= 0) & (ids < num_rows[table_of])
+        # Each table has keys of its own.
+        span = max(table.num_embeddings for table in kept)
+        keys, counts = (part.cpu().numpy() for part in (ids + span * table_of)[is_row].unique(return_counts=True))
+        begins = np.searchsorted(keys, span * np.arange(len(kept) + 1))
+        for i, table in enumerate(kept):
+            of_table = slice(begins[i], begins[i + 1])
+            self._total.put(table.name, RowCounts(keys[of_table] - i * span, counts[of_table]))
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:

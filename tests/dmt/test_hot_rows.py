@@ -279,6 +279,29 @@ def test_ids_that_wait_to_be_counted_take_no_more_than_copies_may(max_bytes: int
     assert (counts.num_samples, counts["t"].total, counts["t"].counts.max()) == (160, 320, 8)
 
 
+@pytest.mark.parametrize(("at_once", "most"), [(20, 6), (2**18, 1)])
+def test_ids_of_many_tables_are_counted_by_few_searches(at_once: int, most: int) -> None:
+    tables = [
+        TableSpec(name=f"t{i}", num_embeddings=3 + i, embedding_dim=4, feature_names=(f"f{i}",)) for i in range(9)
+    ]
+    counter, expected = _Counter(tables, 0), AccessProfile(tables)
+    for num_samples in (7, 5):
+        values = torch.randint(-2, 12, (9, num_samples), dtype=torch.int32)
+        lengths = torch.ones(values.numel(), dtype=torch.int64)
+        counter.add(KeyedJaggedTensor([f"f{i}" for i in range(9)], values.flatten(), lengths=lengths))
+        rows = {f"f{i}": ids[(ids >= 0) & (ids < 3 + i)] for i, ids in enumerate(values)}
+        expected.add(rows, num_samples=num_samples)
+    with (
+        patch("dmt.hot_rows.runtime._LEAST_COUNTED", at_once),
+        patch.object(Tensor, "unique", autospec=True, side_effect=Tensor.unique) as searches,
+    ):
+        counts = counter.profile()
+    assert searches.call_count <= most
+    for table in tables:
+        assert counts[table.name].rows.tolist() == expected[table.name].rows.tolist()
+        assert counts[table.name].counts.tolist() == expected[table.name].counts.tolist()
+
+
 @on_ranks(4)
 def test_ids_outside_a_table_stay_cold(rank: int) -> None:
     """An id beyond its table is not looked up among the copies of the next one."""
