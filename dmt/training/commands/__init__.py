@@ -243,7 +243,7 @@ def _doctor() -> Shown:
     "--balance-ratio",
     cls=Advanced,
     default=1.0,
-    help="Maximum of the largest tower's features over the smallest's; inf: no limit.",
+    help="Maximum of the largest tower's features over the smallest's (or one more); inf: no limit.",
 )
 @click.option("--rules", type=_PATH, help="TOML file of rules, such as categories and limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"), help="Tower plan to write.")
