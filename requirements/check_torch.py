@@ -6,6 +6,7 @@ installed without dependencies, so the CUDA build of torch can only be imported 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -49,6 +50,9 @@ def main(lock: str, *options: str) -> int:
     torch = re.search(r"^torch==[^\s;]+", "\n".join(lines), re.M)
     if torch is None or "torch" not in pinned or has_nvidia(pinned):
         return 0  # the lock has no torch for this machine, or has the libraries
+    here = [one.version.partition("+")[0] for one in importlib.metadata.distributions(name="torch")]
+    if here == [torch[0].partition("==")[2]]:
+        return 0  # it is installed, so pip will not look for another
     # If the index offers metadata, pip downloads no wheel.
     ask = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]
     found = subprocess.run([sys.executable, *ask, *options, torch[0]], capture_output=True, text=True, check=False)

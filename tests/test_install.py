@@ -65,10 +65,12 @@ def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_instal
     assert "    make install TORCH_INDEX=URL\n" in made.stdout
     assert "Installing" not in made.stdout
 
+    path = {"PYTHONPATH": ""}
+
     def check(lock: str, *needs: str) -> subprocess.CompletedProcess[str]:
         torch_wheel(clone, *needs)
-        command = [sys.executable, "requirements/check_torch.py", lock, *flags.partition("=")[2].split()]
-        return subprocess.run(command, cwd=clone, env=ALONE, capture_output=True, text=True, check=False)
+        command = [".venv/bin/python", "requirements/check_torch.py", lock, *flags.partition("=")[2].split()]
+        return subprocess.run(command, cwd=clone, env=ALONE | path, capture_output=True, text=True, check=False)
 
     # The lock of torch 2.14 has the libraries. What markers leave out is neither needed nor there.
     assert check("requirements/cpu-2.14.lock", "nvidia-cudnn-cu13==9").returncode == 0
@@ -76,6 +78,12 @@ def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_instal
     assert check("requirements/cpu.lock", "filelock", elsewhere, 'cuda-bindings; extra == "all"').returncode == 0
     (clone / "marked.lock").write_text(f"# pinned\ntorch==2.13.0; sys_platform == 'linux'  # here\n{elsewhere}\n")
     assert check("marked.lock", "nvidia-cudnn-cu13==9").returncode == 1
+    # An environment that has the lock's torch already needs no index, after a change of pyproject.toml.
+    installed = clone / "torch-2.13.0+cpu.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
+    path["PYTHONPATH"] = str(clone)
+    assert check("marked.lock", "nvidia-cudnn-cu13==9").returncode == 0
 
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]

@@ -117,7 +117,7 @@ def test_a_file_holds_every_rule(tmp_path):
         ("[categories]\nuser = ['a']\nmax_work_ratio = 1.5", r"categories\.max_work_ratio: Input should be"),
         ("[towers_per_category]\nuser = 2\nmax_tower_bytes = 9.5", r"towers_per_category\.max_tower_bytes"),
         ("apart = [1]", r"apart\.0: Input should be an instance of Sequence"),
-        pytest.param("a." * 3000 + "b = 1", r"a: Extra inputs .* \(got too deeply nested tables\)", id="deep"),
+        pytest.param("a." * 3000 + "b = 1", r"a: Extra inputs .* \(got (too deeply|\{'a)", id="deep"),
         ("together = [", "not TOML"),
         ("max_work_ratio = 1.5\nmax_work_ratio = 2", "not TOML"),
     ],
