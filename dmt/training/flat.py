@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -128,7 +128,7 @@ def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shard
             sharding_types=possible or ["table_wise"],
             pooling_factors=[settings.pooling_factors.get(name, 1.0) for name in table.feature_names],
         )
-    return plan_by_torchrec(
+    plan = plan_by_torchrec(
         model,
         [FlatSharder(None, fused_params=fused_params), FlatSequenceSharder(None, fused_params=fused_params)],
         topology,
@@ -137,3 +137,9 @@ def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shard
         batch_size=job.config.train.batch_size,
         device_type=job.device_type,
     )
+    # TorchRec tries the schemes in an order that differs by process, and one column shard costs what the table costs.
+    for name, placed in (item for module in cast("Any", plan.plan).values() for item in module.items()):
+        is_whole = placed.sharding_type == "column_wise" and len(placed.ranks) == 1
+        if is_whole and "table_wise" in constraints[name].sharding_types:
+            placed.sharding_type = "table_wise"
+    return plan

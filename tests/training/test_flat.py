@@ -22,6 +22,7 @@ from dmt.sharding import planner
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
+from dmt.training import flat
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, shard_model
 from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.commands.plans import run_plan
@@ -188,6 +189,17 @@ def planned(config: TrainingConfig) -> ShardingPlan:
 def test_tables_that_cannot_have_the_scheme_stay_whole(scheme: str, sections: dict[str, Any]) -> None:
     schemes = schemes_of(planned(config_of(2, 2, scheme, **sections)))
     assert (len(schemes), set(schemes.values())) == (6, {"table_wise"})
+
+
+def test_a_table_in_one_column_shard_is_called_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec chooses among equal costs by the order of a set of names, which differs by process."""
+
+    def by_columns(*args: Any, constraints: dict[str, Any], **given: Any) -> ShardingPlan:
+        columns = {name: replace(one, sharding_types=["column_wise"]) for name, one in constraints.items()}
+        return planner.plan_by_torchrec(*args, constraints=columns, **given)
+
+    monkeypatch.setattr(flat, "plan_by_torchrec", by_columns)
+    assert set(schemes_of(planned(config_of(2, 2, "auto"))).values()) == {"table_wise"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
