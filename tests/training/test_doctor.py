@@ -10,11 +10,8 @@ from dmt.training.commands import doctor
 from dmt.training.commands.doctor import diagnose
 
 GOOD = {
-    "torch": "2.13.0",
-    "torchrec": "1.8.0",
-    "fbgemm-gpu-cpu": "1.8.0",
-    **dict.fromkeys(["torchmetrics", "tensordict", "pyre-extensions", "tqdm", "pydantic", "pyarrow", "pandas"], "1"),
-    **dict.fromkeys(["duckdb", "jinja2", "tomli-w"], "1"),
+    **{one.name: "9999" for one in doctor._requirements()},
+    **{"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0", "torchmetrics": "1.0.3"},
 }
 
 
@@ -46,8 +43,10 @@ def test_a_good_installation_needs_nothing() -> None:
         ({"fbgemm-gpu-cpu": "1.7.0"}, False, "fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0"),
         ({"fbgemm-gpu": "1.8.0"}, False, "fbgemm-gpu-cpu", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install"),
         ({}, True, "fbgemm-gpu", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install fbgemm-gpu==1.8.0"),
-        ({"duckdb": None}, False, "duckdb", "pip install duckdb"),
-        ({"torchmetrics": None}, False, "torchmetrics", "pip install torchmetrics==1.0.3"),
+        ({"duckdb": None}, False, "duckdb", "pip install 'duckdb>="),
+        ({"duckdb": "1.4.0"}, False, "duckdb", "pip install 'duckdb>="),
+        ({"k-means-constrained": None}, False, "k-means-constrained", "pip install 'k-means-constrained>="),
+        ({"torchmetrics": None}, False, "torchmetrics", "pip install 'torchmetrics==1.0.3'"),
     ],
 )
 def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what: str, command: str) -> None:

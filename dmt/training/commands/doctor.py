@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
+
 from dmt.training.commands import Shown
 
 __all__ = ["TESTED", "Finding", "diagnose", "show_findings"]
@@ -25,11 +27,6 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 """The versions this release was tested with, by the minor version of torch; the first are the default."""
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
-# What TorchRec, which is installed without its dependencies, and the trainer need.
-_NEEDS = (
-    *("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm"),
-    *("pydantic", "pyarrow", "duckdb", "pandas", "tomli-w", "jinja2"),
-)
 
 
 class Finding(NamedTuple):
@@ -40,7 +37,7 @@ class Finding(NamedTuple):
     installed: str
     """Version, "absent", or what went wrong."""
     tested: str
-    """Version that this release was tested with; "any" if every version will do; "loads" for the import."""
+    """Version that this release was tested with, or that it requires, such as ">=2.0"; "loads" for the import."""
     fix: str = ""
     """Shell command that fixes it; empty if there is nothing to fix."""
 
@@ -51,6 +48,12 @@ def _installed_version(package: str) -> str | None:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _requirements() -> list[Requirement]:
+    """Returns what training requires of other packages; empty if this package is not installed."""
+    texts = [text for one in importlib.metadata.distributions(name="dmt-recsys") for text in one.requires or ()]
+    return [one for one in map(Requirement, texts) if not one.marker or one.marker.evaluate({"extra": "training"})]
 
 
 def _load_all() -> tuple[str, str]:
@@ -84,16 +87,18 @@ def diagnose(
         "torch": (tested["torch"], f"pip install torch=={tested['torch']}"),
         build: (tested["fbgemm"], f"{without_other}pip install {build}=={tested['fbgemm']}"),
         "torchrec": (tested["torchrec"], f"pip install --no-deps torchrec=={tested['torchrec']}"),
-        **{need.partition("==")[0]: ("any", f"pip install {need}") for need in _NEEDS},
     }
     findings = []
     for package, (wanted, fix) in needed.items():
         installed = version(package) or "absent"
         if package == build and without_other:
             installed += f", beside {other}"
-        is_good = installed == wanted or (wanted == "any" and installed != "absent")
-        if wanted != "any" or not is_good:
-            findings.append(Finding(package, installed, wanted, "" if is_good else fix))
+        findings.append(Finding(package, installed, wanted, "" if installed == wanted else fix))
+    for one in _requirements():
+        installed, wanted = version(one.name) or "absent", str(one.specifier)
+        is_good = installed != "absent" and one.specifier.contains(installed, prereleases=True)
+        if one.name not in needed and not is_good:
+            findings.append(Finding(one.name, installed, wanted, f"pip install '{one.name}{wanted}'"))
     if any(finding.fix for finding in findings):
         return findings
     error, gpus = load_all()
