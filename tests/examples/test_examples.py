@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmt import TowerPlan
 from tests.ranks import run_program
@@ -60,6 +61,12 @@ def test_training_over_towers_is_the_same(capsys: pytest.CaptureFixture[str]) ->
     found = re.findall(r"(\S+): moved (\S+), differs by (\S+)", out)
     assert len(found) == 6, out
     assert all(float(differs) < 1e-5 * float(moved) for _, moved, differs in found), out
+
+
+def test_the_proof_takes_frozen_weights_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmt.testing.run_on_ranks", lambda *_, **__: [{"frozen": (0.0, 0.0)}])
+    example = runpy.run_path(str(ROOT / "examples" / "same_training.py"), run_name="__main__")
+    assert example["distance"](torch.tensor([True]), torch.tensor([False])) == 1
 
 
 @pytest.mark.ranks
