@@ -208,7 +208,7 @@ def plan_by_torchrec(
     try:
         return planner.plan(model, list(sharders))
     except PlannerError as error:
-        limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of memory per rank"
+        limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of free memory per rank"
         raise InputError(
             f"TorchRec's planner cannot place the tables {shorten(sorted(constraints), ', ')}{limit}"
             f": {str(error).strip().partition(chr(10))[0].rstrip()} Allow more memory (Hardware.memory_per_rank, in a "
@@ -254,7 +254,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if sharder is None and isinstance(module, collections):
             kind = type(module).__name__
             is_beside = type(module) is EmbeddingBagCollection and any(map(_is_ours, sharders))
-            add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder(), without towers,"
+            add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder, which uses no towers,"
             raise InputError(
                 f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), which must be sharded as a "
                 f"whole. Add {add} to the sharders, here and in DistributedModelParallel."

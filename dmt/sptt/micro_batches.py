@@ -140,7 +140,7 @@ class MicroBatches:
         """Refuses pairwise scores of samples, whose shape is valid if all micro-batches have ``size`` samples.
 
         A row of such scores has gradients with respect to the embeddings of other samples. These gradients are computed
-        once, and only for outputs [size, size].
+        once, and only for outputs [size, size, ...].
         """
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]

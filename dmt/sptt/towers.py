@@ -229,8 +229,8 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
             drops |= isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0
             if is_unique and (isinstance(part, _BatchNorm) or drops):
                 raise InputError(
-                    f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, which "
-                    "would treat samples that share a row as one. Use unique=False."
+                    f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, whose dropout "
+                    "or statistics would treat samples that share a row as one. Set dropout to 0, or use unique=False."
                 )
         for name, parameter in tower.named_parameters():
             other = holder.setdefault(id(parameter), i)

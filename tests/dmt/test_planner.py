@@ -141,7 +141,7 @@ def test_torchrecs_planner_gets_the_memory_that_is_left() -> None:
     sharders = [Sharder(), EmbeddingCollectionSharder()]
     needed = max(rank.needed for rank in TowerShardingPlanner(TWO_BY_TWO).explain(model, sharders).ranks)
     planner = TowerShardingPlanner(TWO_BY_TWO, hardware=Hardware(memory_per_rank=needed + 1000))
-    with pytest.raises(InputError, match=r"cannot place the tables t_item with 1\.00 kB of memory per rank"):
+    with pytest.raises(InputError, match=r"cannot place the tables t_item with 1\.00 kB of free memory per rank"):
         planner.plan(model, sharders)
 
 

@@ -273,7 +273,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "unique towers that mix samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
         nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two, unique=True)), "unique=True, .* tower 1 holds a Batch"),
     "unique attention with dropout": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
-        nn.MultiheadAttention(8, 1, dropout=0.1))]), TowerCollectionSharder(job.two, unique=True)), "a MultiheadAtt"),
+        nn.MultiheadAttention(8, 1, dropout=0.1))]), TowerCollectionSharder(job.two, unique=True)), "whose dropout"),
     "towers that mix their samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
         nn.SyncBatchNorm(8))]), TowerCollectionSharder(job.two)), "tower 1 holds a SyncBatchNorm, which would mix"),
     "a state of the module inside": (lambda job: sharded(FLAT, job.two).module.load_state_dict({}, strict=False),
