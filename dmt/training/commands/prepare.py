@@ -58,6 +58,6 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
     share = f" ({positives / parts['train']:.1%} with label 1)" if parts["train"] else ""
     title = f"{parts['train']:,} training rows{share} and {parts['eval']:,} evaluation rows"
-    missing = "missing or 0" if record["raw"].get("id_mode") == "index" else "missing"
+    missing = "missing or id 0" if record["raw"].get("id_mode") == "index" else "missing"
     headers = ["column", "rows in use", missing, "rows", "most frequent"]
     return Shown(record, headers, rows[:_MOST_COLUMNS], title, range(1, 5), lines)

@@ -28,6 +28,7 @@ from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
 from dmt.training.access import load_profile
 from dmt.training.commands import main
+from dmt.training.commands import prepare as command
 from dmt.training.data import prepare as module
 from dmt.training.data import raw as raw_module
 from dmt.training.data.clicks import ClickData
@@ -335,7 +336,8 @@ def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) 
     pq.write_table(pa.table({"label": [0] * len(values), "n": values}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n, 0 to 6, .*found {wrong}"):
         prepared(tmp_path, config)
-    table, _ = prepared(tmp_path, config, max_rejects=2)
+    table, record = prepared(tmp_path, config, max_rejects=2)
+    assert command._show(vars(record), tmp_path).headers[2] == "missing or id 0"
     assert table["n"].to_pylist() == [int(float(value or 0)) for value in values if value != wrong]
 
 
@@ -405,8 +407,7 @@ def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path, monk
     assert [bag[0] for bag in train["friend"].to_pylist() if bag] == [row for row in train["user"].to_pylist() if row]
 
     # No more rows than the config says, and other rows with the same ids.
-    few = config.model_copy(update={"num_embeddings_per_feature": {"us*": 4}})
-    table, _ = prepared(tmp_path, few)
+    table, _ = prepared(tmp_path, config.model_copy(update={"num_embeddings_per_feature": {"us*": 4}}))
     assert max(table["user"].to_pylist()) == 3
     later = clicks(tmp_path / "later.parquet", ["c", "new", "f", "a", None], test=("b",))
     folder = str(tmp_path / "two")
