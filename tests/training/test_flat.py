@@ -207,7 +207,7 @@ def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeyp
     monkeypatch.setattr(Job, "device_type", device)
     assert planned(config_of(2, 2, "planner", sharding={"memory_gib": 1.0})).plan
     config = config_of(2, 2, "planner", sharding={"memory_gib": 1e-6})
-    with pytest.raises(InputError, match=r"TorchRec's planner cannot place the tables .* with 1\.07 kB of memory"):
+    with pytest.raises(InputError, match=r"TorchRec's planner cannot place the tables .* with 1\.07 kB of free memory"):
         planned(config)
     config = config_of(2, 2, "planner", sharding={"pooling_factors": {"C9": 2.0}})
     with pytest.raises(InputError, match=r"pooling_factors names the feature 'C9'"):
