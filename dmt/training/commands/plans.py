@@ -180,7 +180,7 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
         rows.append((entry.name, tower, human_bytes(entry.memory), cost, entry.reason))
     topology = job.topology
     hosts = topology.on_all_replicas([rank.needed for rank in sharding.ranks]).reshape(topology.num_hosts, -1)
-    elsewhere = " on its devices, besides tables in host memory" * job.config.sharding.is_off_device
+    elsewhere = " on its devices, besides tables in host memory" if job.config.sharding.is_off_device else ""
     lines = [sharding.summary, f"The fullest host needs {human_bytes(hosts.sum(axis=1).max())}{elsewhere}."]
     if topology.num_replicas > 1:
         lines.append(
