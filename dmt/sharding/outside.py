@@ -16,7 +16,7 @@ from dmt.formatting import human_bytes
 from dmt.plan.split_across_towers import uncut_name
 from dmt.plan.tables import ID_BYTES
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.costs import CostModel, StepWorkload
 
 __all__ = ["CrossingBytes", "CrossingCosts", "choose_outside"]
 
@@ -95,7 +95,7 @@ def choose_outside(
     tables_by_tower: Sequence[Sequence[Any]],
     costs: CrossingCosts,
     *,
-    hardware: Hardware | None = None,
+    memory_per_rank: int | None = None,
     candidates: Collection[str] | None = None,
 ) -> list[str]:
     """Chooses the tables that save bytes between hosts if they are outside towers, largest saving first.
@@ -106,7 +106,7 @@ def choose_outside(
     Args:
         tables_by_tower: tables of each tower, with the columns that they would have outside.
         costs: costs of the job's tables.
-        hardware: memory of a rank; None: no limit.
+        memory_per_rank: bytes; None: no limit.
         candidates: names of tables that may be outside; None: all.
 
     Returns:
@@ -123,7 +123,6 @@ def choose_outside(
         >>> choose_outside([[hour, ad], [site]], CrossingCosts(topology=two, workload=StepWorkload(batch_size=512)))
         ['hour']
     """
-    room = (hardware or Hardware()).memory_per_rank
     alone = CostModel(topology=costs.topology.outside_towers, workload=costs.workload)
     tower_of = {table.name: number for number, tables in enumerate(tables_by_tower) for table in tables}
     left = Counter(tower_of.values())
@@ -131,7 +130,7 @@ def choose_outside(
     chosen, total = list[str](), 0
     for table in sorted(free, key=lambda table: (-costs.of(table).saved, table.name)):
         needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).needed
-        fits = room is None or total + needed <= _MEMORY_SHARE * room
+        fits = memory_per_rank is None or total + needed <= _MEMORY_SHARE * memory_per_rank
         if fits and left[tower_of[table.name]] > 1 and costs.of(table).saved > 0:
             total += needed
             left[tower_of[table.name]] -= 1

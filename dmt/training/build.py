@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -232,7 +231,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         planner = TowerShardingPlanner(
             job.sharding.topology,
             pinned=job.sharding.placements,
-            workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
+            workload=job.sharding.workload,
             hardware=job.sharding.hardware,
             device_type=job.device_type,
         )

@@ -278,7 +278,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
     }
     placed = replace(plan, tables=()).tables_by_tower(vectors)
     costs = crossing_costs(config, data)
-    chosen = set(choose_outside(placed, costs, hardware=_hardware(config.sharding), candidates=free))
+    chosen = set(choose_outside(placed, costs, memory_per_rank=config.sharding.rank_memory, candidates=free))
     return [name for table in tables if table.name in chosen for name in table.feature_names]
 
 

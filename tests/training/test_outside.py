@@ -15,7 +15,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.costs import StepWorkload
 from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.simulator.cluster import load_cluster
 from dmt.training.build import build_model, count_model
@@ -66,8 +66,8 @@ def test_tables_that_save_most_go_first_and_every_tower_keeps_one() -> None:
     # Weights and gradients of 8 numbers a row and a state: 340 bytes for a, 408 for d; and for each 512 embeddings with
     # their gradients. Together a tenth of the memory.
     room = 10 * (340 + 408 + 2 * 512 * 8 * 4 * 2)
-    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room)) == ["a", "d"]
-    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room - 1)) == ["a"]
+    assert choose_outside(by_tower, costs, memory_per_rank=room) == ["a", "d"]
+    assert choose_outside(by_tower, costs, memory_per_rank=room - 1) == ["a"]
 
 
 def test_balanced_towers_count_distinct_inputs_only_where_those_are_sent() -> None:
@@ -117,6 +117,9 @@ def test_the_planner_moves_what_saves_bytes_and_says_how_many() -> None:
     assert plan_of(job_of(sharding={"table_precision": "fp16"}, tables=halves)).outside == ()
     assert plan_of(job_of(topology={"ranks_per_host": 4})).outside == ()
     assert plan_of(job_of(model={"tower_dim": 6})).outside == ()
+    few = [TABLES[i] for i in (0, 1, 4, 5)]
+    for gib, fitting in ((1e-5, ("C1",)), (None, ("C1", "C2"))):
+        assert plan_of(job_of(tables=few, sharding={"memory_gib": gib})).outside == fitting
     half = {"forward_precision": "fp16", "backward_precision": "fp16"}
     for is_unique, expected in ((False, ("C1", "C5")), (True, ())):
         sharding = {**half, "dataflow": "sptt", "unique": is_unique}
