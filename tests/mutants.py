@@ -118,6 +118,12 @@ if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=
 doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
 ## dmt/training/data/deal.py :: tests/training/data/test_clicks.py -k rows_are_used_once
 np.minimum(rows.number, bounds % self.lanes) => np.minimum(rows.number + 1, bounds % self.lanes)
+## dmt/training/train.py :: tests/training/test_health.py -k before_a_divergence
+agreement.check(at.step) => pass
+## dmt/training/train.py :: tests/training/test_stop.py -k differ_are_not
+run.replicas.check() => pass
+## dmt/training/metrics.py :: tests/training/test_metrics.py -k time_of_steps
+self.steps + 1, self.seconds + now - self._since => self.steps + 2, self.seconds + now
 ## dmt/training/build.py :: tests/training/test_build.py -k union_of_their_batches
 self.set_step(self.steps + 1) => self.set_step(self.steps)
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"

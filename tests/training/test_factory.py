@@ -165,6 +165,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "part": lambda tables: with_part(tables, Part(tables[0].num_embeddings)),
     "lazy": lambda tables: with_part(tables, nn.LazyLinear(1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
+    "frozen layer": lambda tables: with_part(tables, nn.Linear(1, 1).requires_grad_(False)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
     "two columns": lambda tables: Flat(tables, lambda logits: torch.cat([logits, logits], 1)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
@@ -295,6 +296,8 @@ def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     alone = {"num_towers": 1, "ranks_per_tower": 1}
     check_model(job_of("made:batch norm", topology=alone))
     build_model(job_of("on_device"))
+    assert all(p.is_meta for p in build_model(job_of("on_device"), device="meta").parameters())
+    check_model(job_of("made:frozen layer"))
     model = with_part([], nn.Linear(2, 2))
     model.towers = nn.ModuleList([nn.Linear(2, 2)])  # a name that is that of a collection's towers
     assert compression_ratio(model) == 1.0

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from dmt.errors import InputError
 from dmt.training import metrics
-from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer
 from tests.ranks import ALL_BINS, run_ranks
 
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
@@ -105,3 +105,15 @@ def test_the_area_of_a_million_rows_is_that_of_scikit_learn(
     found = ClickMetrics()
     found.update(logits, labels, torch.ones_like(labels))
     assert found.compute().auc == pytest.approx(exact, abs=1e-6)
+
+
+def test_the_time_of_steps_is_without_the_first_five_and_the_work_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([*range(7), 100, 103, 103])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
+    timer = StepTimer()
+    timer.restart()
+    for _ in range(6):
+        timer.step()
+    timer.restart()  # after an evaluation
+    timer.step()
+    assert (timer.steps, timer.seconds) == (2, 4.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
-from dmt.training.records import RunRecord, read_curves, read_result
+from dmt.training.records import RunRecord, quality_warnings, read_curves, read_result
 from tests.ranks import run_ranks
 from tests.training.small import files_up_to, small
 
@@ -57,7 +58,9 @@ def test_the_runs_of_a_demo_leave_stdout_to_its_result(
 @pytest.mark.parametrize("case", [(20, 20, 4, 9.0), (0, 20, 4, 1.0), (20, 30, 4, 1.0), (20, 20, 2, 1.0)])
 def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, int, int, float]) -> None:
     resumed_step, steps, world_size, seconds = case
-    record_of(tmp_path).close({"steps": 20, "world_size": 4, "seconds": 9.0})
+    record_of(tmp_path).close({"steps": 20, "world_size": 4, "seconds": 9.0, "eval_auc": math.nan})
+    assert '"eval_auc": null' in (tmp_path / "result.json").read_text()
+    assert math.isnan(read_result(tmp_path)["eval_auc"])
     (tmp_path / "sharding.json").touch()
     record = record_of(tmp_path, resumed_step=resumed_step)
     assert not (tmp_path / "result.json").exists()
@@ -65,6 +68,11 @@ def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[i
     record.close({"steps": steps, "world_size": world_size, "seconds": 1.0})
     assert read_result(tmp_path)["seconds"] == seconds
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
+
+
+def test_what_is_no_better_than_chance_is_told() -> None:
+    quality = [(0.53, 1.05), (0.52, 1.0), (math.nan, math.nan), (0.9, 1.06)]
+    assert [[text.split()[0] for text in quality_warnings(*values)] for values in quality] == [[], ["AUC"], ["AUC"], ["NE"]]
 
 
 def recording_until_killed(rank: int, folder: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dmt.errors import ReplicaMismatchError
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.agreement import SIGNALS, Agreement, Signals
@@ -24,7 +25,8 @@ from dmt.training.checkpoints.store import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig
 from dmt.training.metrics import ClickMetrics, StepTimer
 from dmt.training.records import read_curves
-from dmt.training.train import _settle_replicas
+from dmt.training.resume import Position
+from dmt.training.train import _settle_replicas, save
 from tests.ranks import on_ranks, run_ranks
 from tests.training.small import small
 from tests.training.test_resume import attempt, run_on_rank
@@ -192,6 +194,14 @@ def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() 
 
     assert [averaged(step) for step in (5, 6, 7)] == [True, False, True]
     assert averaged(6, delayed=True)
+
+
+def test_replicas_that_differ_are_not_saved() -> None:
+    run = Mock()
+    run.replicas.check.side_effect = ReplicaMismatchError("momentum1 of rank 2 differs")
+    with pytest.raises(ReplicaMismatchError):
+        save(run, Position(step=6))
+    run.saver.save.assert_not_called()
 
 
 @pytest.mark.ranks

@@ -90,6 +90,7 @@ def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
     assert work.loads["peer_ids"].uplink == pytest.approx(16 * 3 * 4 * 2 * 8 * 2 / 3)
     # Rank 0: weights, and embeddings with their gradients of 64 samples.
     assert work.rank_bytes == (9 * (8 + 1) * 4 + 64 * 24 * 4 * 2, 64 * 24 * 4 * 2)
+    assert predict_step(job, A100).lookup_seconds == pytest.approx(64 * 24 * 4 / A100.lookup_bytes_per_s)
 
 
 def test_towers_get_distinct_inputs_at_most_as_many_as_rows() -> None:
@@ -262,12 +263,13 @@ def test_a_model_of_tables_of_several_widths_is_predicted_as_it_is(pairs: str, t
 def test_alternatives_to_any_config_are_found(
     overrides: list[str], hosts: int, left_out: list[str], pairs: str
 ) -> None:
-    record = record_of("demo", *PAIRS, "sharding.dataflow=sptt", *overrides, "--cluster", pairs)
+    given = [*PAIRS, "sharding.dataflow=sptt", "train.epochs=3", *overrides]
+    record = record_of("demo", *given, "--cluster", pairs)
     assert record["not_counted"] == left_out
     assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == (5 if hosts == 1 else 7)
     for way in record["alternatives"]:
-        config = load_config("demo", [*PAIRS, "sharding.dataflow=sptt", *overrides, *way["overrides"]])
-        assert config.topology.build().world_size == 2 * hosts
+        config = load_config("demo", [*given, *way["overrides"]])
+        assert (config.topology.build().world_size, config.train.epochs) == (2 * hosts, 3)
         # What the run has beyond its model is not part of the prediction.
         assert (config.sharding.unique, config.hot_rows.extra_memory) == ("unique" in way["name"], 0)
         assert (config.sharding.scheme, config.sharding.tables) == ("auto", {})
