@@ -182,8 +182,9 @@ def fill_checkpoint(path: Path, step: int, files: Mapping[str, str], **progress:
 
 
 def linear(value: float) -> nn.Linear:
-    """A layer full of one number."""
+    """A layer full of one number, with a buffer that is empty."""
     layer = nn.Linear(3, 2)
+    layer.register_buffer("nothing", torch.empty(0))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(value)

@@ -147,10 +147,7 @@ def _shards_of(name: str, value: Any, table: str = "") -> Shards:
             f"{name} is of type {type(value).__name__}, but checkpoints hold tensors only. Register a tensor, or leave "
             "it out of the state dict."
         )
-    whole = _size(value)
-    # A rank may hold empty shards of a table, which are left out; a tensor that is empty as a whole is kept.
-    tensors = {offsets: tensor for offsets, tensor in _parts(value) if tensor.numel() or 0 in whole}
-    return Shards(whole=whole, table=table, tensors=tensors)
+    return Shards(whole=_size(value), table=table, tensors=dict(_parts(value)))
 
 
 def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
@@ -164,9 +161,8 @@ def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
     ends = [0, *accumulate(widths)]
     ranges = [Shards(whole=(rows,), table=table) for _ in widths]
     for (offset,), tensor in _parts(value):
-        if tensor.numel():
-            number, row = divmod(offset, rows)
-            ranges[number].tensors[(row,)] = tensor
+        number, row = divmod(offset, rows)
+        ranges[number].tensors[(row,)] = tensor
     names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
     return dict(zip(names, ranges, strict=True))
 
@@ -265,7 +261,7 @@ def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mappi
     writer.fs = files = _Files()
     # DCP would pickle a Path as an object.
     writer.path = str(folder)
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException, with a failure for each rank
@@ -293,8 +289,8 @@ class TensorReader(dcp.FileSystemReader):
         for name, entry in self.tensors.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise InputError(f"{folder} holds a pickled object, {name!r}, which could run code. {_REMEDY}")
-        for index, place in self._metadata.storage_data.items():
-            if not isinstance(index, MetadataIndex) or place.relative_path not in files:
+        for place in self._metadata.storage_data.values():
+            if place.relative_path not in files:
                 raise InputError(f"{folder}: {_INDEX} refers to a file that is not in the manifest. {_REMEDY}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -337,7 +333,7 @@ class TensorReader(dcp.FileSystemReader):
             # Intended: each rank reads independently.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
-                dcp.load(state, storage_reader=self, planner=_TensorPlanner(flatten_state_dict=False), no_dist=True)
+                dcp.load(state, storage_reader=self, planner=_TensorPlanner(), no_dist=True)
             except dcp.CheckpointException as error:
                 cause, _ = next(iter(error.failures.values()))
                 raise InputError(f"{self.path} cannot be read into this model ({cause}). {_OTHER}") from error

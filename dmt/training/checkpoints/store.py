@@ -305,8 +305,7 @@ class Checkpointer:
             return random_state()
 
         generators = torch.stack(run_on_all_or_raise(stage, self._mesh.global_group))
-        if self._leads:
-            state[_RNG] = Shards(whole=tuple(generators.shape), tensors={(0, 0): generators})
+        state[_RNG] = Shards(whole=tuple(generators.shape), tensors={(0, 0): generators})
         scales = moment_scales(model)
         manifest = CheckpointManifest(
             step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales
@@ -340,11 +339,12 @@ class Checkpointer:
         """Writes this rank's part of a checkpoint, on the ranks of replica 0; returns the reason if it failed."""
         scratch = self._folder / f".step-{manifest.step:08d}.partial"
         try:
-            self._on_lead(partial(scratch.mkdir, parents=True))
             digests = write_tensors(state, scratch, self._writers)
             everyone = gather_objects((digests, manifest.moment_scales), self._writers)
             files, scales = ({k: v for part in parts for k, v in part.items()} for parts in zip(*everyone, strict=True))
-            self._on_lead(lambda: self._finish(scratch, replace(manifest, files=files, moment_scales=scales), describe))
+            manifest = replace(manifest, files=files, moment_scales=scales)
+            finish = partial(self._finish, scratch, manifest, describe) if self._leads else lambda: None
+            run_on_all_or_raise(finish, self._writers)
         except Exception as error:
             if self._leads:
                 logger.warning(
@@ -354,9 +354,6 @@ class Checkpointer:
                 shutil.rmtree(scratch, ignore_errors=True)
             return reason_of(error)
         return None
-
-    def _on_lead(self, work: Callable[[], None]) -> None:
-        run_on_all_or_raise(work if self._leads else lambda: None, self._writers)
 
     def _finish(self, scratch: Path, manifest: CheckpointManifest, describe: Callable[[Path], None]) -> None:
         describe(scratch)
@@ -449,10 +446,9 @@ def load(
     weights = model.state_dict()
     state = collect_state(weights, optimizer)
     _check_names(folder, reader, state, ("model.",) if optimizer is None else ("model.", "optimizer."), mesh)
-    generators = torch.empty(0, 0, dtype=torch.uint8)
-    if mesh is not None and _RNG in reader.tensors and reader.tensors[_RNG].size[0] == mesh.topology.world_size:
+    if mesh is not None and reader.tensors[_RNG].size[0] == mesh.topology.world_size:
         whole = tuple(reader.tensors[_RNG].size)
-        generators = generators.new_empty(1, whole[1])
+        generators = torch.empty(1, whole[1], dtype=torch.uint8)
         state[_RNG] = Shards(whole=whole, tensors={(mesh.rank, 0): generators})
     _on_all(lambda: reader.fill(state), mesh)
     _scale_moments(state, moment_scales(model), manifest.moment_scales)
@@ -462,7 +458,7 @@ def load(
         # Passes the learning rates to fused optimizers.
         optimizer.post_load_state_dict()
         optimizer.zero_grad(set_to_none=True)
-    if len(generators):
+    if _RNG in state:
         set_random_state(generators[0])
     return manifest
 
@@ -483,9 +479,9 @@ def _check_names(
 
 def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, float]) -> None:
     """Multiplies the moments of each table by c / c_saved; see `load`."""
-    for name, shards in state.items():
+    for shards in state.values():
         factor = now.get(shards.table, 1.0) / saved.get(shards.table, 1.0)
-        if factor != 1.0 and split_name(name)[0].endswith(f".{shards.table}.momentum1"):
+        if factor != 1.0:  # moments are the only states of AdaGrad's tables
             for tensor in shards.tensors.values():
                 tensor.mul_(factor)
 

@@ -221,7 +221,7 @@ def with_files(config: DataConfig, path: str) -> DataConfig:
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     if config.kind == "prepared":
         raise InputError(f"data.prepared={config.prepared!r}: its manifest lacks `raw`, needed by --data. Omit --data.")
-    changes = {"train_path": path, "eval_path": None, "source": None, "prepared": None, "options": dict[str, Any]()}
+    changes = {"train_path": path, "eval_path": None, "source": None, "options": dict[str, Any]()}
     return config.model_copy(update={**changes, "kind": "columns" if config.kind == "source" else config.kind})
 
 

@@ -48,7 +48,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     # Imported here: most runs hash nothing, and pandas takes long to load.
     from pandas.util import hash_array
 
-    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    encoded = values.dictionary_encode()
     text = _text(encoded.dictionary, feature)
     hashed = hash_array(text.to_numpy(zero_copy_only=False).astype(object), hash_key=HASH_KEY, categorize=False)
     salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]

@@ -35,8 +35,11 @@ from .helpers import criteo_line, numbered_lines, parquet, real_rows, write
 
 
 def opened(config: DataConfig) -> ClickData:
-    """Opens data with a cache beside its files."""
-    return ClickData(config, cache=Path(config.train_path or "").parent / "prepared")
+    """Prepares rows in small row groups beside their files, and opens them."""
+    folder = Path(config.train_path or "").parent
+    out = folder / f"prepared{len(list(folder.iterdir()))}"
+    prepare(config, out, group_rows=8)
+    return ClickData(config.model_copy(update={"kind": "prepared", "prepared": str(out)}))
 
 
 NAMES: dict[str, Any] = {"dense": ("d",), "categorical": ("c", "n", "bag"), "dense_transform": "none"}
@@ -73,7 +76,11 @@ def test_values_become_inputs(tmp_path: Path) -> None:
     assert data.num_rows("train") == data.num_rows("eval") == 20
 
 
-@pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"group_by": "user"}, {"shuffle_rows": 0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"shuffle_pieces": True, "shuffle_rows": 0}, {"group_by": "user"}, {"shuffle_rows": 0}],
+    ids=str,
+)
 @pytest.mark.parametrize("rows", [16, 103, 400])
 def test_global_batches_do_not_depend_on_the_ranks(rows: int, settings: dict[str, Any], tmp_path: Path) -> None:
     for i, part in enumerate(np.array_split(np.arange(rows), 3)):
@@ -233,20 +240,21 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
     for cache, message in ((None, "must be prepared first"), (tmp_path / "a.tsv" / "b", "rows, .*b' cannot be wri")):
         with pytest.raises(InputError, match=message):
             ClickData(config, cache=cache)
-    data = opened(config)
+    cache = tmp_path / "prepared"
+    data = ClickData(config, cache=cache)
     assert "Preparing" in caplog.text
     caplog.clear()
-    again = opened(config)
+    again = ClickData(config, cache=cache)
     assert not caplog.records
     assert again.files("train") == data.files("train")
     assert (data.num_rows("train"), data.num_rows("eval")) == (45, 5)
     assert data.raw.kind == "criteo_tsv"
     write(tmp_path / "a.tsv", numbered_lines(60))
-    assert opened(config).num_rows("train") == 54
-    assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
+    assert ClickData(config, cache=cache).num_rows("train") == 54
+    assert len(list(cache.glob("*/manifest.json"))) == 2
     write(tmp_path / "a.tsv", [*numbered_lines(3), "x"])
     with pytest.raises(InputError, match="line 4: expected 40 columns, found 1"):
-        opened(config)
+        ClickData(config, cache=cache)
 
 
 WITH_H = {"categorical": ("c", "h"), "sequences": {"h": "c"}}

@@ -55,12 +55,6 @@ def test_values_spread_evenly(values):
     assert abs(((counts - 100) ** 2 / 100).sum() - 999) < 5 * 45
 
 
-def test_features_collide_differently():
-    values = pa.array(np.arange(2000))
-    first, second = (hash_rows(values, feature=f, num_embeddings=1001) for f in ("C1", "C2"))
-    assert (first == second).mean() < 0.01
-
-
 def test_a_fraction_is_no_category():
     with pytest.raises(InputError, match=r"Feature 'f': category 1\.5 is not a signed 64-bit integer"):
         hash_rows(pa.array([1.0, 1.5]), feature="f", num_embeddings=10)
