@@ -43,7 +43,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
         >>> hash_rows(pa.array(["68fd1e64", None, "68fd1e64"]), feature="C1", num_embeddings=1000).tolist()
         [637, 0, 637]
     """
-    if num_embeddings == 1 or len(values) == 0:
+    if num_embeddings == 1:
         return np.zeros(len(values), dtype=np.int64)
     # Imported here: most runs hash nothing, and pandas takes long to load.
     from pandas.util import hash_array

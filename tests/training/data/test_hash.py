@@ -55,6 +55,7 @@ def test_values_spread_evenly(values):
     assert abs(((counts - 100) ** 2 / 100).sum() - 999) < 5 * 45
 
 
-def test_a_fraction_is_no_category():
-    with pytest.raises(InputError, match=r"Feature 'f': category 1\.5 is not a signed 64-bit integer"):
-        hash_rows(pa.array([1.0, 1.5]), feature="f", num_embeddings=10)
+@pytest.mark.parametrize("value", [1.5, 2.0**63, math.inf])
+def test_a_float_that_is_no_integer_is_no_category(value):
+    with pytest.raises(InputError, match=r"Feature 'f': category .+ is not a signed 64-bit integer"):
+        hash_rows(pa.array([1.0, value]), feature="f", num_embeddings=10)
