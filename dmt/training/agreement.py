@@ -164,7 +164,7 @@ class Agreement:
         if saves or stops or step % self._config.log_every == 0:
             self.check(step)
         self._signals.stops = stops
-        return Agreed(sum(losses) / len(losses), saves and not stops, stops)
+        return Agreed(sum(losses) / len(losses), saves, stops)
 
     def check(self, step: int) -> None:
         """Checks that the state after a step is sound, unless already checked; collective. Raises as `meet` does."""
