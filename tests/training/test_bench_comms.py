@@ -45,6 +45,9 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
     cluster = results[0]
     assert all(result == cluster for result in results)
     assert (cluster.hosts, cluster.ranks_per_host) == (2, 2)
+    # In half a second: two layers, each three products of 64 x 64 x 64; a copy; rows that are read twice and written.
+    speeds = cluster.matmul_flops, cluster.memory_bytes_per_s, cluster.lookup_bytes_per_s
+    assert speeds == pytest.approx((2 * 3 * 2 * 64**3 * 2, 2 * 64_000 * 2, 3 * 256 * 128 * 4 * 2), rel=1e-4)
     # Bytes between hosts and inside them for a second more.
     for rates, uplink, inside in (
         (cluster.all_to_all, 4e6, 2e6),

@@ -139,7 +139,6 @@ def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], 
 HOT = {"extra_memory": 0.01}
 # model and its dataflow, settings, and what is said
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
-    ("dlrm flat", {"sharding": {"dataflow": "auto", "tables": {"t_C1": "table_wise"}}}, r"sharding\.tables=.* needs"),
     ("dcn flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but this run is flat"),
     ("dlrm sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
     ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send outputs of tower modules"),

@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from dmt.errors import InputError
@@ -14,7 +15,7 @@ from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.training.report.page import auc_standard_error, compare_runs, plot_curves, write_report
+from dmt.training.report.page import auc_standard_error, compare_runs, plot_curves, smooth, write_report
 
 AFFINITY = {"within": 0.4567, "between": 0.3214, "within_strided": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -87,6 +88,7 @@ def record(folder, *lines):
 
 
 def test_any_curves_are_drawn_and_other_folders_and_endings_refused(tmp_path):
+    assert smooth(np.array([0.0, 3.0, 6.0, 0.0, 1.0])).tolist() == [0.0, 3.0, 3.0, 7 / 3, 1.0]
     evaluation = {"step": 7, "eval/auc": 0.7, "eval/ne": 0.9, "eval/num_rows": 2000.0, "eval/label_rate": 0.25}
     flat = record(tmp_path / "flat", {"step": 5, "train/loss": 0.7}, evaluation, {**evaluation, "step": 9})
     one = record(tmp_path / "one", evaluation, {"step": 7, "train/loss": math.nan})

@@ -118,8 +118,6 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
             {"towers": {"outside": ["C1", "C5", "C6"]}},
             "'C.' of data.sequences is outside towers, where every feature is a bag",
         ),
-        ({"hot_rows": {"extra_memory": 0.01}}, "hot rows need a flat model; towers send"),
-        ({"arch": "dlrm", "dataflow": "flat", "hot_rows": {"extra_memory": 0.01}}, "needs sharding.dataflow='sptt'"),
     ],
 )
 def test_what_carries_no_sequences_is_refused(sections: dict[str, Any], message: str) -> None:

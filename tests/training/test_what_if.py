@@ -247,7 +247,7 @@ def test_a_model_of_tables_of_several_widths_is_predicted_as_it_is(pairs: str, t
 @pytest.mark.parametrize(
     ("overrides", "hosts", "left_out"),
     [
-        (["topology.num_towers=1"], 1, []),
+        (["topology.num_towers=1", "model.p=1"], 1, []),
         (
             ["train.micro_batches=4", "sharding.scheme=row_wise", "optimizer.sparse=adam"],
             2,
@@ -274,6 +274,9 @@ def test_alternatives_to_any_config_are_found(
         assert (config.sharding.unique, config.hot_rows.extra_memory) == ("unique" in way["name"], 0)
         assert (config.sharding.scheme, config.sharding.tables) == ("auto", {})
         assert config.replicas.moment_scale == "num_replicas"
+        kind, _, ratio = way["name"].partition(", ratio ")
+        assert ratio.partition(",")[0] in ("", f"{way['compression_ratio']:.0f}")
+        assert (config.train.dense_reduce == "ring") == (hosts == 1 or kind.startswith("flat"))
 
 
 def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path: Path) -> None:
