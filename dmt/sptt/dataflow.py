@@ -1,7 +1,7 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. These are the paper's steps with the peer route, the default;
-`dmt.sptt.id_routes` also has the global route, and docs/towers.md has a worked example.
+`dmt.sptt.id_routes` also has the global route, and docs/towers.md says what crosses hosts.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file
