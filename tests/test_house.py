@@ -211,7 +211,7 @@ CEILINGS = {
     "partitioner": (2_833, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (22_980, 119),  # 20_000, 115
+    "tests": (22_985, 119),  # 20_000, 115
 }
 
 
@@ -228,6 +228,11 @@ def test_each_part_stays_small(part: str) -> None:
     most_lines, most_files = CEILINGS[part]
     assert lines <= most_lines
     assert 0 < len(files) <= most_files
+
+
+def test_the_pages_stay_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert sum(words.values()) <= 24_000, words
 
 
 def test_function_sizes_and_arguments() -> None:
