@@ -122,6 +122,8 @@ np.minimum(rows.number, bounds % self.lanes) => np.minimum(rows.number + 1, boun
 agreement.check(at.step) => pass
 ## dmt/training/train.py :: tests/training/test_stop.py -k differ_are_not
 run.replicas.check() => pass
+## dmt/training/serving/score.py :: tests/training/serving/test_score.py -k same_order
+"group_by": None, "label": None} => "label": None}
 ## dmt/training/metrics.py :: tests/training/test_metrics.py -k time_of_steps
 self.steps + 1, self.seconds + now - self._since => self.steps + 2, self.seconds + now
 ## dmt/training/build.py :: tests/training/test_build.py -k union_of_their_batches

@@ -120,8 +120,9 @@ def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     """In prepared rows requests are contiguous within row groups, here smaller ones than the raw rows would get."""
     path = str(tmp_path / "clicks.parquet")
     pq.write_table(rows(request=[i % 4 for i in range(ROWS)]), path)
-    raw = DataConfig(kind="columns", train_path=path, eval_path=path, group_by="request", categorical=("c_*",))
-    prepare(raw.model_copy(update={"dense": ("d_*",)}), tmp_path / "ready", group_rows=8)
+    names: dict[str, Any] = {"group_by": "request", "categorical": ("c_*",), "dense": ("d_*",)}
+    raw = DataConfig(kind="columns", train_path=path, eval_path=path, **names)
+    prepare(raw, tmp_path / "ready", group_rows=8)
     job = open_unsharded(small("dlrm").model_copy(update={"data": DataConfig(prepared=str(tmp_path / "ready"))}))
     monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
     monkeypatch.setattr(scoring, "read_manifest", lambda _: export._manifest(job, Path(), "fp32"))
@@ -129,6 +130,10 @@ def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     data = (job.data, scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")[1])
     first, second = (next(part.batches("eval", rank=0, world_size=1, batch_size=ROWS)) for part in data)
     assert torch.equal(first.dense_features, second.dense_features)
+    others = rows_to_score(raw, path, tmp_path / "out.parquet").batches("eval", rank=0, world_size=1, batch_size=ROWS)
+    ages = next(others).dense_features[:, 0]
+    assert torch.equal(ages, ages.sort().values), "rows of other files are scored in their order"
+    assert not torch.equal(ages, first.dense_features[:, 0])
     manifest = tmp_path / "ready" / "manifest.json"
     record = json.loads(manifest.read_text())
     for change in ({"raw": record["raw"] | {"id_mode": "index"}}, {"features": record["features"][::-1]}):
