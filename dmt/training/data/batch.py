@@ -97,15 +97,12 @@ def make_batch(parts: Sequence[Rows], columns: Columns, batch_size: int) -> Clic
         dense[rows] = words[first:last].astype(np.int32, copy=False).view(np.float32).T
     ids[:, at:] = 0
     bags = pa.concat_tables([bags for _, bags in parts])
-    values, lengths, rest = list[Any](), list[Any](), iter(ids)
-    for feature in columns.features:
+    values, lengths = [*ids], [_ones(batch_size)] * len(ids)
+    for place, feature in enumerate(columns.features):
         if feature.is_bag:
             lists = bags.column(feature.name).combine_chunks()
-            values.append(lists.flatten().to_numpy())
-            lengths.append(np.pad(np.diff(lists.offsets), (0, batch_size - at)))
-        else:
-            values.append(next(rest))
-            lengths.append(_ones(batch_size))
+            values.insert(place, np.from_dlpack(lists.flatten()))
+            lengths.insert(place, np.pad(np.diff(np.from_dlpack(lists.offsets)), (0, batch_size - at)))
     has_bags = bags.num_columns > 0  # without any, `ids` has all values in order
     sparse_features = KeyedJaggedTensor(
         keys=list(columns.feature_names),

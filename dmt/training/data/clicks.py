@@ -280,7 +280,7 @@ def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:
     random = np.random.default_rng(list(seed))
     if REQUEST not in rows.column_names:
         return random.permutation(rows.num_rows)
-    keys, request = np.unique(rows.column(REQUEST), return_inverse=True)
+    keys, request = np.unique(np.from_dlpack(rows.column(REQUEST).combine_chunks()), return_inverse=True)
     return np.argsort(random.permutation(len(keys))[request], kind="stable")
 
 

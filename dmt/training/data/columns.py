@@ -6,6 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -88,7 +89,7 @@ class Columns:
         """Names of the categorical features."""
         return tuple(feature.name for feature in self.features)
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
         """Schema of prepared rows: label int8, dense float32, ids (or lists of ids) int32, int64 above 2^31 rows."""
         fields = [] if self.label is None else [pa.field(self.label, pa.int8())]

@@ -61,7 +61,7 @@ class ParquetRows:
             if _version(file.stat()) != version:
                 raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
             schema = self._columns.schema
-            rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
+            rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False).combine_chunks()
             for name, column in zip(rows.column_names, rows.columns, strict=True):
                 if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
                     instead = "Leave out these rows" if name in (self._columns.label, REQUEST) else "Write 0 or []"
@@ -71,7 +71,7 @@ class ParquetRows:
             if not rows.schema.equals(schema):  # other programs may write other types
                 rows = rows.select(schema.names).cast(schema)
         for name in self._columns.dense:
-            values = rows.column(name).to_numpy()
+            values = np.from_dlpack(rows.column(name).chunk(0))
             if not (is_finite := np.isfinite(values)).all():
                 at = int(is_finite.argmin())
                 row = sum(footer.row_group(earlier).num_rows for earlier in range(group)) + at + 1
@@ -79,8 +79,8 @@ class ParquetRows:
         limits = {} if self._columns.label is None else {self._columns.label: 2}
         limits |= {feature.name: feature.rows for feature in self._columns.features}
         for name, limit in limits.items():
-            column = rows.column(name)
-            ids = (pc.list_flatten(column) if pa.types.is_nested(column.type) else column).to_numpy()
+            column = rows.column(name).chunk(0)
+            ids = np.from_dlpack(column.flatten() if pa.types.is_nested(column.type) else column)
             if len(ids) and ids.view(f"u{ids.itemsize}").max() >= limit:  # without a sign, -1 is large
                 raise InputError(
                     f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, outside 0 to {limit - 1}, "
@@ -98,12 +98,12 @@ def pack_rows(table: pa.Table, columns: Columns, order: NDArray[np.int64] | None
     single = {field.name: field.type for field in columns.schema if not pa.types.is_nested(field.type)}
     words = np.empty((len(single), table.num_rows), np.int64 if pa.int64() in single.values() else np.int32)
     for word, name in zip(words, single, strict=True):
-        values = table.column(name).to_numpy()
+        values = np.from_dlpack(table.column(name).combine_chunks())  # to_numpy would load pandas
         values = (values.view(np.int32) if values.dtype == np.float32 else values).astype(words.dtype, copy=False)
         # By default, np.take would fill a copy of ``out``.
         word[:] = values if order is None else np.take(values, order, out=word, mode="wrap")
     bags = table.select([feature.name for feature in columns.features if feature.is_bag])
-    return words, bags if order is None else bags.take(order)
+    return words, bags if order is None or not bags.num_columns else bags.take(order)
 
 
 @contextmanager
