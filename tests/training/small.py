@@ -113,20 +113,22 @@ def train_loop(run: Run) -> Position:
 
 
 class Dropped(nn.Module):
-    """A flat model that draws random bits: linear, with half of its inputs left out of each step."""
+    """A flat model that draws random bits: half of its inputs, and of its hidden numbers, are left out of each step."""
 
     def __init__(self, tables: list[EmbeddingBagConfig], num_dense: int, device: torch.device | None) -> None:
         super().__init__()
         self.embeddings = EmbeddingBagCollection(tables=tables, device=device or torch.device("cpu"))
         self.features = [name for table in tables for name in table.feature_names]
         self.dropout = nn.Dropout(0.5)
-        self.over = nn.Linear(sum(t.embedding_dim * len(t.feature_names) for t in tables) + num_dense, 1)
+        inputs = sum(t.embedding_dim * len(t.feature_names) for t in tables) + num_dense
+        self.hidden = nn.GRU(inputs, 4, num_layers=2, batch_first=True, dropout=0.5)
+        self.over = nn.Linear(4, 1)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
         """Returns logits [B, 1]."""
         embeddings = self.embeddings(ids)
         inputs = torch.cat([dense, *(embeddings[name] for name in self.features)], dim=1)
-        logits: Tensor = self.over(self.dropout(inputs))
+        logits: Tensor = self.over(self.hidden(self.dropout(inputs)[:, None])[0][:, 0])
         return logits
 
 

@@ -72,6 +72,8 @@ def without_dropout(model: Any) -> Any:
     def turn_off(part: nn.Module) -> None:
         if isinstance(part, _DropoutNd):
             part.p = 0.0
+        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            part.dropout = 0.0
 
     return model.apply(turn_off)  # modules() leaves out what is inside sharded modules
 
@@ -117,9 +119,8 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
         logits, again = ([tasks[0](batch)[1][0] for batch in _batches(run, UNEVEN)] for _ in range(2))
     if not torch.allclose(torch.cat(logits), torch.cat(again), rtol=1e-4, equal_nan=True):
         raise InputError(
-            f"{run.config.model.chosen}: the model's logits are random even without torch.nn.Dropout, "
-            "so there is nothing to compare. Turn off what draws random numbers, such as the dropout of "
-            "torch.nn.MultiheadAttention, by an option of the factory."
+            f"{run.config.model.chosen}: the model's logits are random even without the dropout of torch.nn's "
+            "modules, so nothing can be compared. Turn off what else draws random numbers by an option of the factory."
         )
     training = _plain_training(run, tasks, layout)
     _backward(run, tasks, UNEVEN)
