@@ -145,7 +145,11 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dlrm flat", {"hot_rows": HOT}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
     ("dlrm sptt", {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "'sptt' and 'fp16'"),
     ("dlrm sptt", {"hot_rows": HOT, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
-    ("dlrm sptt", {"topology": {"num_replicas": 2}, "replicas": {"sync_every": 4}, "train": {"eval_every": 6}}, "not a multiple"),
+    (
+        "dlrm sptt",
+        {"topology": {"num_replicas": 2}, "replicas": {"sync_every": 4}, "train": {"eval_every": 6}},
+        "not a multiple",
+    ),
     ("dmt-dlrm sptt", {"sharding": {"tables": {"*": "fused_uvm"}}, "topology": {"num_replicas": 2}}, "read whole"),
     (
         "dmt-dlrm sptt",
