@@ -137,8 +137,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     parts: list[tuple[str, KeyedOptimizer]] = [("tables", model.fused_optimizer)]
     # A rank may train tables only, and PyTorch's optimizers refuse an empty list of parameters.
     if parameters:
-        make = partial(DENSE_OPTIMIZERS[config.dense], lr=config.dense_lr)
-        parts.append(("dense", KeyedOptimizerWrapper(parameters, make)))
+        parts.append(("dense", KeyedOptimizerWrapper(parameters, DENSE_OPTIMIZERS[config.dense])))
     return ScheduledOptimizer(parts, config)
 
 
@@ -229,11 +228,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
         # Every placement is pinned: this planner only translates the job's plan for TorchRec.
         planner = TowerShardingPlanner(
-            job.sharding.topology,
-            pinned=job.sharding.placements,
-            workload=job.sharding.workload,
-            hardware=job.sharding.hardware,
-            device_type=job.device_type,
+            job.sharding.topology, pinned=job.sharding.placements, device_type=job.device_type
         )
         plan = planner.plan(task, sharders)
     # None selects TorchRec's own wrapper, DDP, whose all-reduce is a ring.

@@ -112,6 +112,8 @@ def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
     built = build_model(job, device="meta")
     assert count_model(job).parameters == sum(p.numel() for p in built.parameters())
     assert all(p.is_meta for p in built.parameters())
+    kernels = [tuple(p.shape) for name, p in built.named_parameters() if "V_kernels" in name]
+    assert kernels == {"dcn": [(2, 56)], "dmt-dcn": [(2, 24), (2, 24), (2, 12)]}.get(arch, [])  # one layer of rank 2
 
 
 def test_an_optimizer_without_a_cpu_kernel_is_refused() -> None:

@@ -136,7 +136,7 @@ def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], 
         DataConfig.model_validate(settings)
 
 
-HOT = {"extra_memory": 0.01}
+HOT, PAIR = {"extra_memory": 0.01}, {"num_replicas": 2}
 # model and its dataflow, settings, and what is said
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dcn flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but this run is flat"),
@@ -144,13 +144,9 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send outputs of tower modules"),
     ("dlrm flat", {"hot_rows": HOT}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
     ("dlrm sptt", {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "'sptt' and 'fp16'"),
-    ("dlrm sptt", {"hot_rows": HOT, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
-    (
-        "dlrm sptt",
-        {"topology": {"num_replicas": 2}, "replicas": {"sync_every": 4}, "train": {"eval_every": 6}},
-        "not a multiple",
-    ),
-    ("dmt-dlrm sptt", {"sharding": {"tables": {"*": "fused_uvm"}}, "topology": {"num_replicas": 2}}, "read whole"),
+    ("dlrm sptt", {"hot_rows": HOT, "topology": PAIR}, "hot rows need num_replicas=1"),
+    ("dmt-dcn sptt", {"topology": PAIR, "replicas": {"sync_every": 4}, "train": {"eval_every": 6}}, "not a multiple"),
+    ("dmt-dlrm sptt", {"sharding": {"tables": {"*": "fused_uvm"}}, "topology": PAIR}, "read whole"),
     (
         "dmt-dlrm sptt",
         {"topology": {"num_towers": 1}, "train": {"dense_reduce": "hierarchical"}},

@@ -101,7 +101,6 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
         r"None of the 6 tables can have .* 't_C1': data_parallel was asked for, but its weights are FP16",
     ),
-    ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor a shipped cluster"),
     ({"model": {"arch": "dlrm"}, "sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor"),
 ]
 

@@ -56,7 +56,6 @@ def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
         keys=[feature for table in job.tables for feature in table.feature_names],
         values=torch.cat(values),
         lengths=torch.cat(lengths),
-        stride=size,
     )
     return ClickBatch(
         dense_features=torch.randn(size, job.num_dense, generator=generator),

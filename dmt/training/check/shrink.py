@@ -10,7 +10,6 @@ from typing import Any
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.costs import StepWorkload
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import Rule, ShardingRules, TablePlacement
 from dmt.training.config import TrainingConfig
@@ -87,7 +86,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
             name: TablePlacement(scheme=placement.scheme, ranks=placement.ranks) if keeps_ranks else placement.scheme
             for name, placement in job.sharding.placements.items()
         }
-        shrunk = _placed(shrunk, limits, pinned)
+        shrunk = _placed(shrunk, pinned)
     return CheckedRun(job=shrunk, limits=limits, folder=str(folder), reduced=tuple(reduced))
 
 
@@ -141,7 +140,7 @@ def with_values(config: TrainingConfig, section: str, **values: Any) -> Training
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def _placed(job: Job, limits: CheckLimits, rules: Mapping[str, Rule]) -> Job:
+def _placed(job: Job, rules: Mapping[str, Rule]) -> Job:
     """Returns the job with its towers spread evenly over the towers of its mesh, and its tables placed by ``rules``.
 
     Towers with modules stay separate, several on one mesh tower; towers without modules are joined.
@@ -156,14 +155,11 @@ def _placed(job: Job, limits: CheckLimits, rules: Mapping[str, Rule]) -> Job:
         by_tower[number] += tables
         features[number] += tower.features
     has_modules, in_order = job.config.model.has_towers, mesh == list(range(num_mesh))
-    workload = StepWorkload(batch_size=limits.batch_size, optimizer=job.config.optimizer.sparse)
     joined = TowerPlan.from_lists(features, column_splits=plan.column_splits, outside=plan.outside)
     outside = plan.outside_tables(job.split_tables)
     return replace(
         job,
         towers=plan if has_modules else joined,
-        sharding=plan_tables(
-            by_tower, job.topology, outside=outside, workload=workload, rules=ShardingRules(tables=rules)
-        ),
+        sharding=plan_tables(by_tower, job.topology, outside=outside, rules=ShardingRules(tables=rules)),
         placement=tuple(mesh) if has_modules and not in_order else None,
     )
