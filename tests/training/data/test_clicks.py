@@ -23,6 +23,7 @@ from torchrec.streamable import Pipelineable
 
 from dmt.errors import InputError
 from dmt.training.commands.demo import demo_settings
+from dmt.training.data import raw
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData, prefetched
 from dmt.training.data.config import DataConfig, with_files
@@ -133,7 +134,8 @@ def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_column": "part"}, {"group_by": "user"}], ids=str)
-def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_BLOCK_ROWS", 7)
     path = parquet(tmp_path / "a.parquet", range(300))
     data = opened(config_of(path, eval_path=None, eval_fraction=0.2, shuffle_rows=40, **settings))
     parts = {split: real_rows(data.batches(split, rank=0, world_size=1, batch_size=1)) for split in ("train", "eval")}  # type: ignore[arg-type]

@@ -330,7 +330,10 @@ def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
     ("values", "wrong"),
     [(["3", "12", "6", ""], "12"), (["3", "-1"], "-1"), (["3", "x"], "x"), ([3, 12], 12), ([3.0, 1.5], 1.5)],
 )
-def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) -> None:
+def test_row_numbers_are_checked(
+    values: list[Any], wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_module, "_BLOCK_ROWS", 1)
     settings: dict[str, Any] = {"categorical": ("n",), "multi_hot": (), "timestamps": (), "dense": ()}
     config = config_of(tmp_path / "a.parquet", id_mode="index", num_embeddings=7, **settings)
     pq.write_table(pa.table({"label": [0] * len(values), "n": values}), tmp_path / "a.parquet")
