@@ -83,7 +83,7 @@ def check_encoding(folder: Path, job: Job) -> None:
         return
     both = (saved, job.data.raw)
     wrong = changed_settings(*({"data": config.model_dump(mode="json", include=_CODED)} for config in both))
-    if len({(config.vocabulary or "").partition("#")[2] for config in both}) > 1:
+    if len({(config.vocabulary or "").rpartition("#")[2] for config in both}) > 1:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if job.data.raw.kind == "prepared":  # by another program, which named no raw columns
         columns = [*job.data.columns.dense, *job.data.columns.feature_names]

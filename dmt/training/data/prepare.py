@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -436,7 +437,7 @@ def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
 
 def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     """Copies the vocabulary of ``data.vocabulary``; `InputError` if it is of other features or has been changed."""
-    name, _, checksum = str(config.vocabulary).partition("#")
+    name, *checksum = re.split(r"#(?=[0-9a-f]{8}$)", str(config.vocabulary))
     place, folder = f"data.vocabulary={name!r}", Path(name)
     remedy = "The model needs the vocabulary in this prepared folder. Restore it to this path." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
@@ -447,13 +448,13 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         remedy = "Set data.categorical, timestamps, sequences and shared_tables as for that folder."
         raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. {remedy}")
     shutil.copyfile(folder / manifest.vocabulary, file)
-    if size_and_crc(file)[1] != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
+    if size_and_crc(file)[1] != (int(checksum[0], 16) if checksum else manifest.files[manifest.vocabulary][1]):
         origin = "used in training" if checksum else "that was written with the folder"
         raise InputError(f"{place}: {manifest.vocabulary} is not the file {origin}. Restore the prepared folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
-    words = pq.read_table(file, schema=_WORDS).group_by("table", use_threads=False)
+    words = pq.read_table(file).group_by("table", use_threads=False)
     by_table = words.aggregate([("value_hash", "list"), ("row", "list")])
     vocabularies = {f.table: Vocabulary.of(np.empty(0, np.int64)) for f in columns.features if f.time is None}
     for name, keys, rows in zip(*(by_table[c] for c in ("table", "value_hash_list", "row_list")), strict=True):

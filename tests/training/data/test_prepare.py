@@ -425,14 +425,14 @@ def by_frequency(config: DataConfig, **settings: Any) -> DataConfig:
 
 def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> None:
     config = by_frequency(clicks(tmp_path / "clicks.parquet"))
-    raw = DataConfig.model_validate(prepare(config, tmp_path / "out").raw)
+    raw = DataConfig.model_validate(prepare(config, tmp_path / "out#1").raw)
     table, _ = prepared(tmp_path, raw.model_copy(update={"train_path": config.train_path}), eval_only=True, part="eval")
-    both = [*pq.read_table(tmp_path / "out" / "train")["user"].to_pylist()]
+    both = [*pq.read_table(tmp_path / "out#1" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
-    (tmp_path / "out").rename(tmp_path / "away")
+    (tmp_path / "out#1").rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Restore it to this path"):
         prepared(tmp_path, raw)
-    prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
+    prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out#1")
     with pytest.raises(InputError, match=r"vocabulary\.parquet is not the file used in training"):
         prepared(tmp_path, raw)
 
