@@ -26,6 +26,7 @@ from dmt.training.commands.demo import demo_settings
 from dmt.training.data import raw
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData, prefetched
+from dmt.training.data.columns import Columns, Feature
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.deal import Deal, Span, rank_batch
 from dmt.training.data.files import expand_path, matching_files
@@ -209,6 +210,11 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     manifest.write_text(json.dumps({**record, "raw": {"new": 1}}))
     with pytest.raises(InputError, match=r"out': raw in its manifest: new: Extra inputs are not permitted \(got 1\)"):
         ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared"))
+
+
+def test_ids_of_large_tables_have_64_bits() -> None:
+    features = tuple(Feature(name=str(rows), rows=rows, table="t") for rows in (2**31, 2**31 + 1))
+    assert Columns(dense=(), features=features, label=None).schema.types == [pa.int32(), pa.int64()]
 
 
 def test_rows_of_other_files_are_read_without_those_of_the_run() -> None:

@@ -197,9 +197,12 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
     for done in (0, 1, 4, len(whole)):
         state = data.source.state(1, 4 * done)
         assert (state is not None) == (function == "resumable")
+        assert state is None or (state[0] > 0) == (done > 0), "the last state before"
+        assert data.source.state(2, 0) is None, "another epoch"
         again = ClickData(data.config)
         again.source.start_state = state
         rest = list(again.batches("train", rows=8 * done, **options))
+        assert again.source.start_state is None, "the next epoch begins without it"
         assert len(rest) == len(whole) - done
         assert all(same(a, b) for a, b in zip(rest, whole[done:], strict=True))
         # A run that was finished before measures from the first row on.
@@ -211,6 +214,8 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
     data = ClickData(config_of("late", dense=("1",), categorical=("2",)))
     assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
     assert len(list(data.batches("train", rank=0, world_size=1, batch_size=6))) == 3
+    found = ClickData(config_of("rows", categorical=("[bcn]*",))).columns.feature_names
+    assert found == ("bag", "c", "n"), "by name: another process may yield them in another order"
     with pytest.raises(InputError, match="has no batch with rows"):
         ClickData(config_of("none"))
 
