@@ -129,6 +129,8 @@ self.steps + 1, self.seconds + now - self._since => self.steps + 2, self.seconds
 ## dmt/training/data/source.py :: tests/training/data/test_source.py -k reading_goes_on
 self._states and epoch == self._epoch else None => self._states else None
 deque(), None => deque(), self.start_state
+## dmt/training/data/columns.py :: tests/training/data/test_clicks.py -k divided
+in names if name not in (config.label, config.split_column)] => in names]
 ## dmt/training/build.py :: tests/training/test_build.py -k union_of_their_batches
 self.set_step(self.steps + 1) => self.set_step(self.steps)
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"

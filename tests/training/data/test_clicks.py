@@ -138,13 +138,15 @@ def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path)
 def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "_BLOCK_ROWS", 7)
     path = parquet(tmp_path / "a.parquet", range(300))
-    data = opened(config_of(path, eval_path=None, eval_fraction=0.2, shuffle_rows=40, **settings))
+    settings = settings | {"eval_path": None, "eval_fraction": 0.2, "shuffle_rows": 40, "categorical": ("[bclp]*",)}
+    data = opened(config_of(path, **settings))
+    assert data.columns.feature_names == ("c", "bag", "part")[: 2 if "split_column" in settings else 3], "not the label"
     parts = {split: real_rows(data.batches(split, rank=0, world_size=1, batch_size=1)) for split in ("train", "eval")}  # type: ignore[arg-type]
     assert sorted([*parts["train"], *parts["eval"]]) == list(range(300))
     assert {split: len(rows) for split, rows in parts.items()} == {s: data.num_rows(s) for s in ("train", "eval")}  # type: ignore[arg-type]
-    if settings == {"split_column": "part"}:
+    if "split_column" in settings:
         assert parts["eval"] == list(range(0, 300, 5))
-    elif not settings:
+    elif "group_by" not in settings:
         assert parts["eval"] == list(range(4, 300, 5))
     else:
         users = {split: {int(row) // 3 % 11 for row in rows if row % 7} for split, rows in parts.items()}

@@ -293,8 +293,8 @@ def test_files_with_columns_in_another_order_are_read_and_those_without_one_refu
 
 def test_keys_of_json_may_hold_any_letters(tmp_path: Path) -> None:
     """A glob finds a key of the last of the first 1,000 lines; a note names later ones."""
-    names: dict[str, Any] = {"categorical": ("c/~'\"", "late*"), "dense": ("d{x}",), "timestamps": ("t{x}",)}
-    row = {"label": 1, "c/~'\"": "a", "d{x}": "0" * 99, "t{x}": "2026-11-22"}
+    names: dict[str, Any] = {"categorical": ("c/~'\"", "late*"), "dense": ("d{[x]}",), "timestamps": ("t{x}",)}
+    row = {"label": 1, "c/~'\"": "a", "d{[x]}": "0" * 99, "t{x}": "2026-11-22"}
     late = [row | {"late": ["b"]}, row | {"later": 1, "unused": 2}]
     write(tmp_path / "a.jsonl", [*map(json.dumps, [*[row] * 999, *late])])
     table, manifest = prepared(tmp_path, config_of(tmp_path / "a.jsonl", multi_hot=(), **names))

@@ -214,7 +214,7 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
     data = ClickData(config_of("late", dense=("1",), categorical=("2",)))
     assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
     assert len(list(data.batches("train", rank=0, world_size=1, batch_size=6))) == 3
-    found = ClickData(config_of("rows", categorical=("[bcn]*",))).columns.feature_names
+    found = ClickData(config_of("rows", categorical=("[bcln]*",))).columns.feature_names
     assert found == ("bag", "c", "n"), "by name: another process may yield them in another order"
     with pytest.raises(InputError, match="has no batch with rows"):
         ClickData(config_of("none"))
