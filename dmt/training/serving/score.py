@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +34,8 @@ _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
 )
 Scorer = Callable[[ClickBatch], Tensor]
+# Rows of a batch, or fewer, so that the embeddings of one take at most so many bytes.
+_BATCH_ROWS, _BATCH_BYTES = 4096, 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +48,13 @@ class Scored:
     """Metrics of the predictions; None where the rows have no label."""
 
 
-def score(
-    model: Path, out: Path, *, data_path: str | None = None, batch_size: int = 4096, functions: Collection[str] = ()
-) -> Scored:
+def score(model: Path, out: Path, *, data_path: str | None = None, functions: Collection[str] = ()) -> Scored:
     """Scores rows in the order of their files, and writes ``row``, ``logit``, ``probability`` and any ``label``.
 
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
         data_path: raw files with the run's columns (label optional): a file, folder or glob; None: its evaluation rows.
-        batch_size: number of rows in a batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
@@ -63,7 +63,8 @@ def score(
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")
-    scorer, data = _open(model, data_path, functions, out)
+    scorer, data, columns = _open(model, data_path, functions, out)
+    batch_size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // (4 * columns)))
     with writing(out), atomic_write(out) as scratch, torch.inference_mode():
         predictions = Predictions(scratch, data)
         with predictions.writer:
@@ -114,20 +115,29 @@ def check_predictions(path: Path) -> None:
         raise InputError(f"{path} is not a file of predictions. Name a file that `dmt score` wrote.")
 
 
-def _open(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> tuple[Scorer, ClickData]:
+def _open(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> tuple[Scorer, ClickData, int]:
+    """Returns what scores a batch, the rows to score, and the columns of a row's embeddings."""
     if is_program(model):
-        data = _rows_of_program(model, data_path, functions, out)
-        return partial(_run, model, load_program(model)), data
+        manifest = read_manifest(model)
+        data = _rows_of_program(model, manifest, data_path, functions, out)
+        columns = sum(feature["columns"] for feature in manifest["features"])
+        return partial(_run, model, load_program(model)), data, columns
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:
         check_evaluation_rows(folder, job)
-    cuts = job.column_splits
-    return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), job.data
+    cuts, columns = job.column_splits, sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
+
+    def scorer(batch: ClickBatch) -> Tensor:
+        logits: Tensor = plain(batch.dense_features, batch.split_columns(cuts).sparse_features)
+        return logits.reshape(-1)
+
+    return scorer, job.data, columns
 
 
-def _rows_of_program(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> ClickData:
+def _rows_of_program(
+    model: Path, manifest: Mapping[str, Any], data_path: str | None, functions: Collection[str], out: Path
+) -> ClickData:
     """Opens the rows to score with an exported program: those of ``data_path``, or the evaluation rows of its run."""
-    manifest = read_manifest(model)
     raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
     if data_path is not None:
         return rows_to_score(raw, data_path, out)

@@ -89,8 +89,16 @@ def batch_of(run: Path) -> ClickBatch:
     return next(ClickData(data, cache=run / "prepared-cache").batches("eval", rank=0, world_size=1, batch_size=ROWS))
 
 
-def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path) -> None:
-    found = score(run, tmp_path / "p.parquet", data_path=str(run / "clicks.parquet"), batch_size=16)
+@pytest.mark.parametrize("name", ["", "model.pt2"])
+def test_every_row_is_scored_in_the_order_of_the_file(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In batches whose embeddings take few bytes: thousands of features need more memory than there is."""
+    sizes, write = [], scoring.Predictions.write
+    monkeypatch.setattr(scoring.Predictions, "write", lambda *batch: (sizes.append(len(batch[1])), write(*batch)))
+    monkeypatch.setattr(scoring, "_BATCH_BYTES", 16 * 4 * 8 * 4)  # of 16 rows of 4 features with 8 columns
+    found = score(run / name, tmp_path / "p.parquet", data_path=str(run / "clicks.parquet"))
+    assert sizes == [16, 16, 16, 16]
     table = read(tmp_path / "p.parquet")
     assert found.num_rows == ROWS
     assert table["row"] == list(range(ROWS))
@@ -108,7 +116,7 @@ def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path)
 def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) -> None:
     for data in (None, str(run / "clicks.parquet")):
         for model, out in ((run, "checkpoint"), (run / "model.pt2", "program")):
-            score(model, tmp_path / f"{out}.parquet", data_path=data, batch_size=ROWS)
+            score(model, tmp_path / f"{out}.parquet", data_path=data)
         first, second = (pq.read_table(tmp_path / f"{out}.parquet") for out in ("checkpoint", "program"))
         assert first.equals(second)
         assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
