@@ -147,14 +147,18 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
 def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Packing]]) -> Iterator[Packing]:
     """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
 
-    Yields none if all would cost more than ``most``. Many limits and sets of kinds lead to the same packing, so
-    ``runs`` stores each packing of `greedy` with the better one.
+    Yields none if all would cost more than ``most`` or need more memory than all ranks have. Many limits and sets of
+    kinds lead to the same packing, so ``runs`` stores each packing of `greedy` with the better one.
     """
     least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     bound = mean + min((problem.fixed_cost([kind]) for kind in problem.kinds), default=0.0)  # no packing costs less
     if bound > most * (1 + 1e-9):  # by more than rounding
         return
+    if np.isfinite(problem.capacity):
+        needed = sum(min(float(option.memory.sum()) for option in options) for options in problem.options)
+        if needed > float((problem.capacity - problem.memory).sum()) * (1 + 1e-9):  # no `greedy` would find room
+            return
     for limits in [(target * mean, part * mean) for target, part in _TARGETS]:
         if (better := next((better for run, better in runs if run.repeats(problem, *limits)), None)) is None:
             if (run := greedy(problem, *limits)) is None:

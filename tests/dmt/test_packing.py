@@ -58,11 +58,13 @@ def test_loads_are_what_the_parts_add_up_to(num_ranks: int) -> None:
         np.testing.assert_allclose(packing.cost, added, rtol=1e-12)
 
 
-def test_a_tight_memory_is_found_and_an_impossible_one_is_not() -> None:
+def test_a_tight_memory_is_found_and_an_impossible_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 2 | 3 3 is the only way; by cost alone the two of 3 come first, on a rank each.
     items = [[option(c, memory=m)] for c, m in ((1.0, 4.0), (10.0, 3.0), (10.0, 3.0), (1.0, 2.0))]
     assert pack(problem(items, 2, 6.0)).memory.tolist() == [6, 6]
     assert pack(problem([[option(1.0, memory=2.0)]] * 3, 2, 3.0)) is None
+    monkeypatch.setattr("dmt.sharding.packing.greedy", None)
+    assert pack(problem([[option(1.0, memory=2.0)]] * 3, 2, 2.9)) is None, "more than all ranks have, without a try"
 
 
 def test_a_fixed_cost_is_paid_once_and_avoided_where_it_does_not_pay() -> None:
