@@ -178,6 +178,10 @@ def test_ranks_save_and_stop_after_the_same_steps(rank: int) -> None:
     assert saves(agreement(mesh), range(998, 2003)) == [1000, 2000]
     # With replicas, where they are averaged anyway.
     assert saves(agreement(mesh, save_every=5, interval=2), range(1, 13)) == [6, 12]
+    slow = agreement(mesh)
+    slow._timer.steps, slow._timer.seconds = 10, 5.0
+    slow.meet(1, torch.zeros(()))
+    assert [step for step in range(2, 7) if slow.is_due(step)] == [5, 6], "after two seconds, four steps"
     stopped = agreement(mesh, interval=4)
     stopped._signals.signal = signal.SIGTERM
     assert not stopped.meet(5, torch.zeros(())).stops

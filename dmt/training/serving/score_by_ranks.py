@@ -21,7 +21,7 @@ from dmt.sharding.schemes import SCHEMES
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model, replica_sync, shard_model
 from dmt.training.checkpoints.store import load
-from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
+from dmt.training.config import OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, on_first_rank, process_group
 from dmt.training.job import Job, make_job
@@ -92,7 +92,6 @@ def _placed(job: Job, world_size: int) -> Job:
     changes: dict[str, Any] = {
         "train": config.train.model_copy(update={"device": "auto", "dense_reduce": "ring"}),
         "replicas": ReplicasConfig(),
-        "hot_rows": HotRowsConfig(),
         "optimizer": OptimizerConfig(sparse="sgd"),  # which has no state
     }
     if config.topology.build().world_size != world_size:
