@@ -154,7 +154,9 @@ torch.where(inverse < self._begins[k], shifts, self._shifts[k]) => self._shifts[
 gradient.div_(self._whole.size()) => pass
 part.home[part.rows] = part.copy[part.places] => part.home[part.rows] = part.copy[part.rows]
 is_sender = home.is_replicated or self._module.mesh.local == 0 => is_sender = True
-for tensor in (self._weights, *self._states) => for tensor in (self._weights,)
+for tensor in self._tensors.values()] => for (_, part), tensor in self._tensors.items() if part == "weight"]
+## dmt/hot_rows/copies.py :: tests/dmt/test_hot_rows.py -k changes_in_place
+part.copy[part.places]\n        self._is_newer = False => part.copy[part.places]
 ## dmt/hot_rows/touched_sum.py :: tests/dmt/test_hot_rows.py -x -k touched_rows_are
 touched = max_over_ranks(touched.to(torch.uint8), self._inside) => touched = touched.to(torch.uint8)
 table.ne(0).any(1) => table.gt(0).any(1)

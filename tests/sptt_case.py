@@ -517,7 +517,7 @@ class Oracle:
     def compare_tables(self) -> None:
         """Compares this rank's shards of tables and of their states with those of its replica."""
         tensors = own_tables(self._ours.model)
-        places = {one.table: (one.offsets, one.tensor.shape) for one in tensors if one.is_weight}
+        places = {one.table: (one.offsets, one.tensor.shape) for one in tensors if one.part == "weight"}
         for name, plain in self.training.tables[self._replica].items():
             own = [one for one in tensors if one.table == table_name(name)]
             if not own:
@@ -532,9 +532,9 @@ class Oracle:
             for one, whole in zip(own, expected, strict=True):
                 largest = float(whole.abs().max())
                 kind, bound = "states", self.bounds.relative * largest + 1e-8 * largest**0.5
-                if one.is_weight:
+                if one.part == "weight":
                     kind, bound = "tables", self.bounds.table(one.table)
-                is_half = one.is_weight and int(one.table[1:]) in self._case.fp16
+                is_half = one.part == "weight" and int(one.table[1:]) in self._case.fp16
                 assert one.tensor.dtype == (torch.float16 if is_half else torch.float32), one.name
                 self.worst.note(kind, one.tensor, whole[row : row + rows].view(one.tensor.shape), bound)
 

@@ -84,7 +84,7 @@ class HotCopies:
         self.rows = dict(rows)
         self._module = module
         self._inside, self._across, self._whole = inside, across, whole
-        self._owned = {name for name in rows if name in owned}
+        self._owned = set(owned)
         self._device, tables = module.device, module.home_tables
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
@@ -133,7 +133,6 @@ class HotCopies:
             weights=None if weights is None else weights[~is_hot],
             # Bags keep their places: one whose ids are all hot is sent empty, and adds zero to the copies' result.
             lengths=lengths - hot_lengths.to(lengths.dtype),
-            stride=num_samples,
         )
         return cold, bags
 
@@ -161,7 +160,6 @@ class HotCopies:
         self._module.flush()
         for part in self._parts:
             part.home[part.rows] = part.copy[part.places]
-        self._module.flush()
         self._is_newer = False
 
     def read_again(self) -> None:
@@ -177,7 +175,7 @@ class HotCopies:
             if part.is_sender:
                 part.copy[part.places] = part.home[part.rows]
         # One rank has the value, the others zeros; a sum of integers keeps every bit.
-        bits = [tensor.view(-1).view(torch.int32) for tensor in (self._weights, *self._states)]
+        bits = [tensor.view(-1).view(torch.int32) for tensor in self._tensors.values()]
         start_together(bits, self._whole, mean=False).wait()
         self._must_read = self._is_newer = False
 
@@ -210,7 +208,6 @@ class HotCopies:
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
         self._sum = TouchedRowsSum(specs, self._inside, self._across)
-        self._weights = kernel.weights.detach()  # of all copies, one after the other
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
         self._tensors |= {
             (name, key.removeprefix(f"{name}.")): value
@@ -218,7 +215,6 @@ class HotCopies:
             for key, value in of_table.items()
             if value.is_floating_point()
         }
-        self._states = [tensor for (_, part), tensor in self._tensors.items() if part != "weight"]
         return lookup
 
     def _home_parts(self) -> list[_HomePart]:
@@ -235,8 +231,7 @@ class HotCopies:
             # Every rank of the tower has all rows of a data-parallel table: only the first one sends them.
             is_sender = home.is_replicated or self._module.mesh.local == 0
             where = (rows[places] - first).to(self._device)
-            if len(places):
-                parts.append(_HomePart(home.tensor, copy, where, places.to(self._device), is_sender))
+            parts.append(_HomePart(home.tensor, copy, where, places.to(self._device), is_sender))
         return parts
 
     def _start_mean(self, gradient: Tensor) -> Callable[[], None]:

@@ -259,11 +259,9 @@ class HotRows:
         self._counter = _Counter(self._tables, self._budget, loaded)
         self.replicate({name: of_table for name, of_table in state.rows.items() if name in names})
 
-    def _count(self, ids: KeyedJaggedTensor, _: bool) -> None:
-        if not self._module.training:
-            return
-        self._batch_size = max(self._batch_size, ids.stride())
-        if ids.stride():  # TorchRec cannot split an empty batch by feature
+    def _count(self, ids: KeyedJaggedTensor, is_training_pass: bool) -> None:
+        if is_training_pass and ids.stride():  # TorchRec cannot split an empty batch by feature
+            self._batch_size = max(self._batch_size, ids.stride())
             self._counter.add(ids)
 
     def _owned_tables(self) -> list[str]:

@@ -63,7 +63,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         self._inside = mesh.new_group(mesh.topology.host_groups())
         # If these ranks are the peers, share the peers' connections: gradients of tower outputs then go first, and more
         # work waits for those. Not with NCCL, where all ranks must start the collectives of a group in the same order.
-        are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))
+        are_peers = sorted(across) == sorted(mesh.topology.peer_groups())
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
         self._dtype = torch.bfloat16 if precision == "bf16" else None

@@ -102,8 +102,8 @@ class ReplicaSync:
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
         # Algorithm 1, lines 9 and 10. Data-parallel tables already get the mean gradient in every step.
         replicated = [part for part in self._tensors if part.is_replicated and mesh.topology.num_replicas > 1]
-        weights = [part.tensor for part in replicated if part.is_weight]
-        states = [part.tensor for part in replicated if not part.is_weight]
+        weights = [part.tensor for part in replicated if part.part == "weight"]
+        states = [part.tensor for part in replicated if part.part != "weight"]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         # A single replica cannot drift; there `HotRows` may use the same hook.

@@ -187,8 +187,7 @@ class SPTTModule(TowerState):
         """Steps a, c: starts to send ids to the peers whose towers own them (global: the ranks that look them up)."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
-            device = ids_B.device() if self.device.type == "meta" else self.device
-            self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
+            self.set_id_exchange(self._route.exchange(ids_B.keys(), ids_B.device()))
         exchange = self.id_exchanges[0]
         ctx.ids_B, ctx.encoder = ids_B, self.encoder
         # Tower after tower, so that the ids for a peer are one block (step a).

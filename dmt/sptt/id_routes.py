@@ -59,7 +59,7 @@ class AgreedIds:
         # TorchRec's sharded lookups would apply weights where the unsharded module does not.
         if self._is_weighted or ids.weights_or_none() is None:
             return ids
-        return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
+        return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths())
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
         keys, dtype = list(ids.keys()), ids.values().dtype
@@ -151,7 +151,7 @@ class IdExchange(nn.Module):
 
         With a `RowEncoder` a feature has a key for each part of the batch, and batch sizes differ between keys.
         """
-        num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # keys of each feature, one for each part
+        num_keys = len(ids.keys()) // sum(self._sizes)  # keys of each feature, one for each part
         # Not kept as self._dist: TorchRec's train pipeline looks for that name and would delay the exchange of sizes.
         return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
 
@@ -188,7 +188,6 @@ class PeerIdRoute:
         """
         first = KJTListSplitsAwaitable([started], ctx).wait()
 
-        @torch.no_grad()
         def start() -> Awaitable[KeyedJaggedTensor]:
             ids_P = first.wait()[0]
             in_tower = self._note_rows(ctx, ids_P)

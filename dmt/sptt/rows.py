@@ -149,7 +149,6 @@ def rows_of_parts(
         values=ids.values(),
         weights=ids.weights_or_none(),
         lengths=lengths,
-        stride=sum(part.num_rows for part in parts),
         # Passed because TorchRec would wait for the GPU to count the ids.
         length_per_key=None if per_key is None else [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )

@@ -193,8 +193,6 @@ class TableTensor:
     """``weight``, or the name of the optimizer state, such as ``momentum1``."""
     tensor: Tensor
     """Live tensor that the kernels read and write, not a copy: [rows, columns], or [rows] of row-wise state."""
-    is_weight: bool
-    """True for the table's weights, False for optimizer state."""
     is_replicated: bool
     """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     offsets: tuple[int, ...]
@@ -227,7 +225,6 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
                         table=table,
                         part=name.removeprefix(f"{table}."),
                         tensor=tensor.detach(),
-                        is_weight=value is weight,
                         is_replicated=is_sharded,
                         offsets=offsets,
                     )

@@ -339,7 +339,7 @@ def _dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for part in model.modules():
         owner: nn.Module = part.interactions if isinstance(part, ShardedTowerCollection) else part
         named = nn.Module.named_parameters(owner, recurse=owner is not part)
-        for _, parameter in () if isinstance(owner, SPTTModule) else in_backward_optimizer_filter(named):
+        for _, parameter in in_backward_optimizer_filter(named):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter

@@ -363,8 +363,9 @@ def forgotten_states() -> AbstractContextManager[Any]:
 
     def without_states(copies: HotCopies) -> None:
         read(copies)
-        for state in copies._states:
-            state.zero_()
+        for (_, part), tensor in copies._tensors.items():
+            if part != "weight":
+                tensor.zero_()
 
     return patch.object(HotCopies, "read", without_states)
 
