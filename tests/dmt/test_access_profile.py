@@ -106,3 +106,4 @@ def test_bytes_are_those_between_hosts_wherever_towers_are() -> None:
 
     assert chosen(4, 2, 4) > chosen(4, 2, None) > 0, "two hosts sum gradients, not four"
     assert chosen(4, 2, 8) == 0, "nothing leaves a single host"
+    assert chosen(1, 4, 2) > 0, "a tower spans two hosts"
