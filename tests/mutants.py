@@ -124,6 +124,8 @@ agreement.check(at.step) => pass
 run.replicas.check() => pass
 ## dmt/training/serving/score.py :: tests/training/serving/test_score.py -k same_order
 "group_by": None, "label": None} => "label": None}
+## dmt/training/trained.py :: tests/training/test_resume.py -k another_encoding
+if len({(config.vocabulary => if not len({(config.vocabulary
 ## dmt/training/agreement.py :: tests/training/test_stop.py -k same_steps
 return is_regular or step >= self._next or => return is_regular or
 ## dmt/training/metrics.py :: tests/training/test_metrics.py -k time_of_steps

@@ -339,7 +339,13 @@ def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:
     check_encoding(tmp_path, job)
     for change in ({"dense": ["d_3", "d_2", "d_1"]}, {"dense_transform": "none"}, {"id_mode": "frequency"}):
         with pytest.raises(InputError, match=rf"rows with a different encoding: data\.{next(iter(change))}: .* -> "):
-            check_encoding(tmp_path, open_unsharded(changed(run, data=change)))
+            check_encoding(tmp_path, job := open_unsharded(changed(run, data=change)))
+    told = pytest.raises(InputError, match=r"different encoding: the vocabulary \(prepare the rows")
+    for name, expected in ((f"moved/{job.data.raw.vocabulary}", contextlib.nullcontext()), ("other#00000000", told)):
+        saved = job.data.raw.model_copy(update={"vocabulary": name})
+        (tmp_path / "raw_data.json").write_text(saved.model_dump_json())
+        with expected:
+            check_encoding(tmp_path, job)
 
 
 @pytest.mark.ranks
