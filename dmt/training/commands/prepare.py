@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dmt.files import check_output
+from dmt.formatting import counted
 from dmt.training.commands import Shown
 from dmt.training.config import load_config, to_override
 from dmt.training.data.prepare import prepare
@@ -48,11 +50,12 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         rows.append([name, *numbers, f"{feature['most_frequent_share']:.1%}"])
     rows += [[name, "", f"{dense['missing']:,}", "", ""] for name, dense in record["summary"]["dense"].items()]
     parts, notes, positives = record["rows"], record["summary"]["notes"], record["summary"]["positives"]
-    lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
+    shown = [textwrap.shorten(note, 1000, placeholder=" ...") for note in notes[:_MOST_NOTES]]
+    lines = [f"- {note}" for note in shown]
     if len(rows) > _MOST_COLUMNS:
         lines.insert(0, f"{len(rows) - _MOST_COLUMNS:,} more columns: see summary in {out / 'manifest.json'}")
-    if len(notes) > _MOST_NOTES:
-        lines.append(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
+    if shown != notes:
+        lines.append(f"- {counted(len(notes), 'note')} in full: see summary.notes in {out / 'manifest.json'}")
     if record["rejects"]:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
