@@ -85,22 +85,12 @@ class Packing:
         """Option of each item that is placed."""
         self.ranks: dict[int, Ranks] = {}
         """Rank of each part of each item that is placed."""
-        self.tests: list[tuple[float, float, bool]] = []
-        """Tests of `greedy`: seconds of the busiest rank and of the largest part; whether they are within limits."""
-        self.needed: set[int] = set()
-        """Kinds without which `greedy` would decide differently."""
 
     def put(self, item: int, option: Option, ranks: Ranks) -> None:
         """Places the parts of an item on ``ranks``."""
         self.chosen[item], self.ranks[item] = option, ranks
         self.cost[ranks] += option.costs
         self.memory[ranks] += option.memory
-
-    def repeats(self, problem: Problem, target: float, part: float) -> bool:
-        """Returns whether `greedy` makes this packing under these limits for ``problem``, which may lack some kinds."""
-        return self.needed <= problem.kinds <= self.problem.kinds and all(
-            (cost <= target and largest <= part) == is_within for cost, largest, is_within in self.tests
-        )
 
     @cached_property
     def objective(self) -> float:
@@ -119,12 +109,12 @@ def pack(problem: Problem) -> Packing | None:
         The packing; None if it finds none within the memory limit.
     """
     packings: list[Packing] = []
-    runs: list[tuple[Packing, Packing]] = []
+    differenced: dict[tuple[int, ...], Packing] = {}
     for part in _by_kinds(problem):
         least = min((packing.objective for packing in packings), default=np.inf)
         # Leaving out kinds saves at most their fixed costs.
         if not packings or problem.fixed_cost(problem.kinds) - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
-            packings += _with_finer_cuts(part, least * (1 + problem.tolerance), runs)
+            packings += _with_finer_cuts(part, least * (1 + problem.tolerance), differenced)
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
     good = [packing for packing in packings if packing.objective <= most]
 
@@ -144,11 +134,11 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
                 yield replace(problem, options=options)
 
 
-def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Packing]]) -> Iterator[Packing]:
+def _with_finer_cuts(problem: Problem, most: float, differenced: dict[tuple[int, ...], Packing]) -> Iterator[Packing]:
     """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
 
     Yields none if all would cost more than ``most`` or need more memory than all ranks have. Many limits and sets of
-    kinds lead to the same packing, so ``runs`` stores each packing of `greedy` with the better one.
+    kinds lead to the same options, so ``differenced`` stores the packing of each list of options.
     """
     least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
@@ -160,31 +150,30 @@ def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Pa
         if needed > float((problem.capacity - problem.memory).sum()) * (1 + 1e-9):  # no `greedy` would find room
             return
     for limits in [(target * mean, part * mean) for target, part in _TARGETS]:
-        if (better := next((better for run, better in runs if run.repeats(problem, *limits)), None)) is None:
-            if (run := greedy(problem, *limits)) is None:
-                continue
-            better = differencing(problem, [run.chosen[item] for item in range(len(problem.options))])
-            if (better.memory > problem.capacity).any() or better.objective >= run.objective:
-                better = run
-            runs.append((run, better))
+        if (better := greedy(problem, *limits)) is None:
+            continue
+        preferred = [better.chosen[item] for item in range(len(problem.options))]
+        key = tuple(map(id, preferred))
+        second = differenced[key] = differenced.get(key) or differencing(problem, preferred)
+        if (second.memory <= problem.capacity).all() and second.objective < better.objective:
+            better = second
         yield better
         if better.objective <= bound * (1 + _ENOUGH):
             break
 
 
-def greedy(problem: Problem, target: float, part: float = np.inf, *, failed: Packing | None = None) -> Packing | None:
+def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks to at most
-    ``target`` seconds; if there is none, the option with the lowest resulting load. If an item does not fit, starts
-    again with the largest memory first, given the ``failed`` packing; returns None if that fails, too.
+    Tries the options of an item, cheapest first, up to one whose parts cost at most ``part`` seconds and load their
+    ranks to at most ``target`` seconds, and takes the one with the lowest resulting load. If an item does not fit,
+    starts again ``by_memory``, with the largest memory first; returns None if that fails, too.
     """
-    packing, firsts = Packing(problem), [options[0] for options in problem.options]
-    if failed is not None:
-        packing.tests, packing.needed = failed.tests, failed.needed
-        firsts = [min(options, key=lambda option: float(option.memory.max())) for options in problem.options]
-    sizes = [first.costs.sum() if failed is None else first.memory.max() for first in firsts]
-    packing.needed |= {first.kind for first in firsts}
+    packing = Packing(problem)
+    sizes = [
+        min(option.memory.max() for option in options) if by_memory else options[0].costs.sum()
+        for options in problem.options
+    ]
     for item in np.argsort([-size for size in sizes], kind="stable").tolist():
         best: tuple[float, Option, Ranks] | None = None
         # Cheapest rank first; among equals the one with most room.
@@ -196,14 +185,11 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, failed: Pac
             cost = float((packing.cost[ranks] + option.costs).max())
             if best is None or cost < best[0]:
                 best = cost, option, ranks
-            # Options come cheapest first, so the first one that is even enough is taken; finer cuts cost more in total.
-            packing.tests.append((cost, float(option.costs[0]), bool(cost <= target and option.costs[0] <= part)))
-            if packing.tests[-1][2]:
-                packing.needed.add(option.kind)
+            # One that is even enough is the last to be tried: finer cuts cost more in total.
+            if cost <= target and option.costs[0] <= part:
                 break
         if best is None:
-            return greedy(problem, target, part, failed=packing) if failed is None else None
-        packing.needed.add(best[1].kind)
+            return None if by_memory else greedy(problem, target, part, by_memory=True)
         packing.put(item, best[1], best[2])
     return packing
 
@@ -227,7 +213,7 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
         heapq.heappush(heap, (float(ordered[-1] - ordered[0]), number, ordered, nodes[order]))
         return nodes
 
-    push(problem.cost - problem.cost.min(), -1)
+    push(problem.cost, -1)
     for item, option in enumerate(preferred):
         costs = np.zeros(num_ranks)
         costs[: len(option.costs)] = option.costs
