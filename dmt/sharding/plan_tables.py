@@ -224,7 +224,7 @@ class _Tower:
         room = limit - weights - looked_up
         # In steps of 1 %, and the smallest first: often none fits, and each try plans all towers.
         sizes = range(batch - 1, 0, -max(1, batch // 100))
-        index = bisect_left(sizes, True, key=fits) if sizes and fits(sizes[-1]) else len(sizes)
+        index = bisect_left(sizes, True, key=fits) if fits(1) else len(sizes)
         smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
         beside = f" besides {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return (
@@ -256,7 +256,7 @@ class _Tower:
         if allowed.why and len(allowed.schemes) == 1:
             return f"{words}: {allowed.why}"
         whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
-        share = f"{whole.seconds / mean if mean else 0.0:.3g} x the mean load of a rank"
+        share = f"{whole.seconds / mean:.3g} x the mean load of a rank"
         reason = share if scheme == "table_wise" else f"on one rank it would be {share}"
         if scheme in ("row_wise", "column_wise") and room is not None and whole.needed > room:
             reason = f"{human_bytes(whole.needed)} do not fit a rank's {human_bytes(room)}"
@@ -267,4 +267,4 @@ def _shard_counts(columns: int, num_ranks: int) -> list[int]:
     """Returns the numbers of column shards to try: 2 to 8, then powers of two, and the largest possible."""
     most = min(num_ranks, columns // 4)
     doubled = [2**power for power in range(4, 16) if 2**power < most]
-    return sorted({*range(2, min(most, 8) + 1), *doubled, most} - {0, 1})
+    return sorted({*range(2, min(most, 8) + 1), *doubled, most})

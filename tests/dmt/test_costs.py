@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.plan.tables import table_specs
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.schemes import TablePlacement, table_shards
+from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -68,6 +68,9 @@ def test_a_data_parallel_table_is_reduced_over_all_copies() -> None:
     assert load.reduced_bytes == 2 * 7 / 8 * 1000 * 8 * 4
     assert load.memory == 1000 * (8 * 4 * 2 + 4)
     assert load.activations == 2 * 32 * 2 * 8 * 4  # of the samples of a rank and its peers
+    # Of 128 ids three passes over a row, four over all numbers, two over all states.
+    touched = 3 * 128 * 8 * 4 + 4 * 1000 * 8 * 4 + 2 * 1000 * 4
+    assert load.seconds == pytest.approx(touched / 1e9 + load.reduced_bytes / 0.5e9)
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("rowwise_adagrad", 4), ("adagrad", 32), ("adam", 64), ("sgd", 0)])
@@ -80,6 +83,7 @@ def test_one_rank_exchanges_nothing() -> None:
     model = CostModel(topology=TowerTopology(num_towers=3, ranks_per_tower=1))
     load = model.shard(TABLE, "table_wise", 1000, 8)
     assert (load.id_bytes, load.output_bytes, model.fixed_seconds("table_wise")) == (0, 0, 0)
+    assert [MODEL.fixed_seconds(scheme) for scheme in SCHEMES] == pytest.approx([3e-5, 3e-5, 3e-5, 1e-5])
 
 
 def test_sixteen_bit_tables_take_half() -> None:

@@ -15,7 +15,7 @@ from dmt import ExchangePrecision, InputError, TableSpec, TowerPlan, TowerTopolo
 from dmt.hot_rows.profile import AccessProfile
 from dmt.plan.split_across_towers import split_tables
 from dmt.sharding.costs import Hardware, StepWorkload
-from dmt.sharding.schemes import TablePlacement, TableShard, table_shards
+from dmt.sharding.schemes import ShardingRules, TablePlacement, TableShard, table_shards
 
 
 def table(name: str, *features: str, rows: int = 10, dim: int = 8) -> TableSpec:
@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                                    f"ranks_per_host={value} must be a whole number of at least 1")
        for value in (0, 1.5, True)},
     **{f"ranks={value!r}": (lambda value=value: mesh(2, value), f"ranks_per_tower={value!r} must be a whole number of")
-       for value in (0, -1, 1.5, True, "2")},
+       for value in (0, -1, 1.5, True, "2", None)},
     "world size": (lambda: mesh().check_world_size(6), r"1 \* 2 \* 2 = 4 ranks, .* started with WORLD_SIZE=6"),
     "replica placement": (lambda: mesh(replica_placement="diagonal"), "replica_placement='diagonal' is unknown"),
     "batch": (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a finite number above 0"),
@@ -259,6 +259,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "latency": (lambda: Hardware(collective_latency_us=-1.0), r"latency_us=-1\.0 must be .* at least 0"),
     "whole on two ranks": (lambda: shards("table_wise", (0, 1)), "Give one rank for table_wise"),
     "scheme": (lambda: shards("diagonal", (0,)), "scheme='diagonal' is unknown"),
+    "no scheme": (lambda: ShardingRules(schemes=()), "schemes: '' is not one of"),
+    "no cache": (lambda: TablePlacement(scheme="table_wise", ranks=(0,), cache_load_factor=0.0), "factor=0.0 must be"),
     "rows out of order": (lambda: shards("row_wise", (1, 0)), r"row_wise table cannot be on ranks=\[1, 0\]"),
     "columns twice": (lambda: shards("column_wise", (1, 1)), r"column_wise table cannot be on ranks=\[1, 1\]"),
     "few columns": (lambda: shards("column_wise", (0, 1, 2)), "'t': embedding_dim=8 cannot be cut into 3 column sh"),
@@ -268,6 +270,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sum of shards": (lambda: cut("ad", 8, 4), r"'t_ad' has embedding_dim=16, but its column shards are \[8, 4\];"),
     "empty shard": (lambda: cut("ad", 16, 0), r"column shards are \[16, 0\]"),
     "no shards": (lambda: cut("ad"), r"column shards are \[\]"),
+    "shard in no tower": (lambda: plan(["a[0:4]"], column_splits={"a": (4, 4)}), r"in no tower: \['a\[4:8\]'\]"),
+    "one shard": (lambda: plan(["a[0:4]"], column_splits={"a": (4,)}), r"\['a'\]=\[4\] .* must list at least two posi"),
     "shards of a shared table": (lambda: cut("x", 8, 8), r"'t_xy' is shared by \['x', 'y'\] and cannot be cut"),
     "forward format": (lambda: ExchangePrecision(forward="f16"), "forward='f16' is unknown; .* mean 'fp16'"),  # type: ignore[arg-type]
     "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]

@@ -168,7 +168,12 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() 
     plan = TowerShardingPlanner(TWO_BY_TWO).explain(model, [of_towers, beside, theirs])
     assert plan.workload.optimizer == "adagrad"
     assert "data_parallel" in {placement.scheme for placement in plan.placements.values()}
-    assert "column_wise" not in {p.scheme for p in planned("adam", hot_rows=True).placements.values()}
+    # What one of them rules out, no table can have.
+    of_towers.fused_params = {"optimizer": "lamb"}
+    placements = TowerShardingPlanner(TWO_BY_TWO).explain(model, [of_towers, beside]).placements.values()
+    assert "data_parallel" not in {placement.scheme for placement in placements}
+    with pytest.raises(InputError, match="so that its rows can have copies"):
+        planned("adam", scheme="column_wise", hot_rows=True)
 
 
 def table(name: str, rows: int, columns: int = 64, kind: str = "FP32") -> TableSpec:
@@ -197,6 +202,8 @@ def test_bytes_of_each_kernel() -> None:
         "fused_uvm": (4_000, 32_000),
         "fused_uvm_caching": (4_000 + cache, 32_000),
     }
+    placed = TablePlacement(scheme="table_wise", ranks=(0,), kernel="fused_uvm_caching", cache_load_factor=0.25)
+    assert model.shards(table("t", 1000, 8), placed) == [(0, loads["fused_uvm_caching"])]
     adam = CostModel(topology=one_tower(1), workload=StepWorkload(optimizer="adam"))
     load = adam.shard(table("t", 1000, 8), "table_wise", 1000, 8, kernel="fused_uvm")
     assert (load.memory, load.elsewhere) == (0, 96_000)
@@ -211,6 +218,7 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     rules = ShardingRules(tables={"*": "fused_uvm_caching"})
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
     assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
+    assert sum(entry.memory for entry in found.tables) > sum(entry.num_bytes for entry in tables)
 
 
 def test_rules_for_kernels() -> None:

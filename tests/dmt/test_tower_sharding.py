@@ -213,6 +213,10 @@ def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.Mo
 def test_a_memory_limit_is_hard() -> None:
     found = plan_tables([FOUR], one_tower(2), hardware=Hardware(memory_per_rank=LEAST), rules=WHOLE)
     assert [rank.needed for rank in found.ranks] == [LEAST] * 2
+    # Of 12 columns, 8 are for the rank that has no table yet.
+    rules = ShardingRules(tables={"t0": pinned("table_wise", 0), "t": "column_wise"})
+    found = plan_tables([[FOUR[0], table("t", columns=12)]], one_tower(2), rules=rules)
+    assert found.placements["t"].ranks == (1, 0)
 
 
 def test_samples_of_all_ranks_take_memory_too() -> None:

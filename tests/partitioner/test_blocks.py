@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import PartitionRules
+from dmt.partitioner import Interaction, PartitionRules
 from dmt.partitioner.problem import make_blocks
 from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of
@@ -57,6 +57,22 @@ def test_the_matrix_has_the_means_between_blocks():
     np.testing.assert_allclose(blocks.matrix(affinity.matrix, affinity.features), wanted, rtol=1e-15)
     single = blocks_of("cadb")
     np.testing.assert_array_equal(single.matrix(affinity.matrix, affinity.features), affinity.permuted("abcd").matrix)
+
+
+def test_the_cost_is_the_gains_between_the_blocks_of_a_tower():
+    rng, names = np.random.default_rng(0), list("abcdefg")
+    triples = tuple(Interaction(features=three, gain=rng.random()) for three in itertools.combinations(names, 3))
+    affinity = dataclasses.replace(affinity_of(names), measure="interactions", triples=triples)
+    blocks = blocks_of(names, together=[["a", "d"]]).within("abcdef")
+    block_of = {name: i for i, block in enumerate(blocks.names) for name in block}
+    pairs = [((a, b), affinity.matrix[names.index(a), names.index(b)]) for a, b in itertools.combinations(names, 2)]
+    for labels in rng.integers(0, 2, (5, 5)):
+        gains = 0.0
+        for group, gain in [*pairs, *((triple.features, triple.gain) for triple in triples)]:
+            places = {block_of.get(name) for name in group}
+            if None not in places and len(places) > 1 and len({labels[place] for place in places}) == 1:
+                gains += gain
+        assert blocks.costs(affinity, sign=-1.0).of(labels, blocks.loads[0]) == pytest.approx(-gains)
 
 
 def test_what_is_apart_is_so_for_whole_blocks():
