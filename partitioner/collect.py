@@ -122,7 +122,7 @@ class _Sum:
             self.sum_FF = next(iter(vectors.values())).new_zeros(len(vectors), len(vectors), dtype=torch.float64)
             self.counts = self.sum_FF.new_zeros(1 + len(vectors))
         stacked_BFN = torch.stack([vectors[name] for name in self.features], dim=1)
-        for block_BFN in stacked_BFN.split(max(1, BLOCK_ELEMENTS // max(1, stacked_BFN[0].numel()))):
+        for block_BFN in stacked_BFN.split(max(1, BLOCK_ELEMENTS // stacked_BFN[0].numel())):
             # Zeros stay zeros. In float64 the squares of FP32 numbers neither under- nor overflow.
             unit_BFN = nn.functional.normalize(block_BFN.double(), dim=-1, eps=1e-300)
             unit_FX = unit_BFN.transpose(0, 1).reshape(len(self.features), -1)

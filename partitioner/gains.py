@@ -143,7 +143,7 @@ def _measure_triples(
     """Measures the gains of triples beyond all pairs; returns those that exceed the measuring error, and notes."""
     features, count = measured.features, math.comb(len(columns), 3)
     # A row with three bags has as many cells as the product of their lengths.
-    per_row = max((len(column.values) / len(fit.labels) for column in columns), default=1.0) ** 3
+    per_row = max(len(column.values) / len(fit.labels) for column in columns) ** 3
     num_rows = min(len(fit.labels), int(TRIPLE_WORK / max(count, 1) / per_row))
     if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
         note = f"The {count:,} triples of features were not measured, because that would take more than a minute."
@@ -191,7 +191,7 @@ class AdditiveFit:
     @property
     def most_cells(self) -> int:
         """Number of cells above which cells are hashed: about four per row, `MOST_CELLS` at most; a power of two."""
-        return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * len(self.labels), 2**10)))))
+        return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(4 * len(self.labels)))))
 
     @cached_property
     def gradients(self) -> list[tuple[Floats, Floats]]:

@@ -184,8 +184,7 @@ def luck_bound(partition: Partition) -> float:
 def _log_ways(sizes: Sequence[int]) -> float:
     ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
     # Exchanging towers of equal size gives the same assignment.
-    ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
-    return max(0.0, ways)
+    return ways - sum(math.lgamma(number + 1) for number in Counter(sizes).values())
 
 
 def judge_meaning(partition: Partition) -> str:

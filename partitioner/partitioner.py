@@ -110,7 +110,7 @@ class TowerPartitioner:
             measure = replace(measure, tables=tuple(tables))
         rules, recorded = self.rules.for_features(measure.features), measure.tables
         outside = tuple(rules.outside)
-        measure, rules = measure.without(outside), rules.model_copy(update={"outside": ()})
+        measure = measure.without(outside)
         parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=rules)
         if outside:
             notes = [*notes, f"Every rank holds the tables of the features outside towers: {shorten(outside, ', ')}."]

@@ -83,6 +83,5 @@ def group_points(points: Floats, num_groups: int, *, sizes: tuple[int, int], see
 
     extent = float(np.ptp(points, axis=0).max())
     scaled = points * (EXTENT / extent) if extent > 0 else points
-    least, most = max(sizes[0], 0), min(sizes[1], len(points))
-    solver = KMeansConstrained(num_groups, size_min=least, size_max=most, n_init=1, random_state=seed)
+    solver = KMeansConstrained(num_groups, size_min=sizes[0], size_max=sizes[1], n_init=1, random_state=seed)
     return solver.fit(scaled).labels_.astype(np.int64)

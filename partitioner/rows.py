@@ -211,7 +211,7 @@ def _column(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> Col
     bags, ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     _, numbers, counts = np.unique(ids, return_inverse=True, return_counts=True)
     again = np.cumsum(counts > 1) * (counts > 1)
-    size = int(again.max(initial=0)) + 1
+    size = int(again.max()) + 1
     return Column(values=again[numbers].astype(np.int32), lengths=None if bags.max() == 1 else bags, size=size)
 
 

@@ -264,7 +264,7 @@ def _count(
     def cut(value: Any) -> Any:
         """Returns the same values with new leaf tensors, at which gradients stop."""
         value = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-        leaves.extend(tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor) and tensor.requires_grad)
+        leaves.extend(tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor))
         return value
 
     def before(module: nn.Module, args: Any) -> Any:
