@@ -142,6 +142,7 @@ def sequences(targets: list[int], histories: list[list[int]], table: torch.Tenso
 @pytest.mark.parametrize(("tower_dim", "largest"), [(3, 300), (8, 1)])
 def test_din_attends_to_each_samples_own_history(histories, tower_dim, largest):
     tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=tower_dim, hidden=5).double()
+    assert (tower.in_features, tower.attention.score[0].out_features) == (2 * 4, 5)
     plain, numbers = copy.deepcopy(tower), torch.linspace(-largest, largest, 20, dtype=torch.float64)
     # Scores near each other, and so far apart that powers alone would overflow.
     table, again = (numbers.clone().view(5, 4).requires_grad_() for _ in range(2))
