@@ -267,6 +267,7 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
         ClickData(config, cache=cache)
 
 
+BOTH = {"categorical": ("c", "n")}
 WITH_H = {"categorical": ("c", "h"), "sequences": {"h": "c"}}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"label": [0, 2]}, {}, r"row 2: column 'label': .*found 2"),
@@ -282,6 +283,9 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"categorical": ("c", "c")}, "categorical names 'c' 2 times. Name it once"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' matches no categorical feature"),
     ({}, {"sequences": {"x": "c"}}, "sequences: 'x' matches no categorical feature"),
+    ({}, {**BOTH, "shared_tables": {"c": ("n",)}}, r"shared_tables\.c has the name of a feature outside it"),
+    ({}, {**BOTH, "shared_tables": {"a": ("c",), "b": ("c", "n")}}, "feature 'c' is named more than once"),
+    ({}, {**BOTH, "shared_tables": {"t": ("c", "n")}, "num_embeddings_per_feature": {"c": 3}}, "share a table"),
     ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is not a list"),
     ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: target 'c' of 'h' is a list"),
     ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "table 't'"),
