@@ -139,6 +139,8 @@ deque(), None => deque(), self.start_state
 in names if name not in (config.label, config.split_column)] => in names]
 ## dmt/training/resume.py :: tests/training/test_resume.py -k from_the_weights
 Start(folder=folder, lines=(f"weights => Start(lines=(f"weights
+## dmt/training/data/prepare.py :: tests/training/data/test_prepare.py -k prepared_again
+[FORMAT, eval_only, settings => [FORMAT, settings
 ## dmt/training/build.py :: tests/training/test_build.py -k union_of_their_batches
 self.set_step(self.steps + 1) => self.set_step(self.steps)
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"

@@ -276,6 +276,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' has type list"),
     ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*data.timestamps"),
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
+    ({"c": pa.Array.from_buffers(pa.utf8(), 2, pa.array([b"a", b"\xff"]).buffers())}, {}, "Invalid UTF8 sequence"),
     ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, not an input"),
     ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
     ({}, {"categorical": ("c", "d")}, "'d' is in more than one of"),

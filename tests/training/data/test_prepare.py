@@ -460,15 +460,19 @@ def test_raw_rows_are_prepared_again_for_another_vocabulary_at_the_same_path(tmp
         using = by_frequency(config, vocabulary=str(tmp_path / "out"))
         folders += [prepare_once(using, tmp_path / "cache") for _ in range(2)]
     assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert prepare_once(using, tmp_path / "cache", eval_only=True) not in folders
 
 
-def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -> None:
+def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(module, "fsync_path", lambda path: synced.append(path.name))
     write(tmp_path / "a.tsv", numbered_lines(70))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"))
     prepare(config, tmp_path / "out", group_rows=16, eval_only=True)
     groups = pq.read_metadata(tmp_path / "out" / "eval" / "part-00000.parquet")
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [16, 16, 16, 16, 6]
     assert pq.read_table(tmp_path / "out" / "train").num_rows == 0
+    assert synced == ["access.parquet", *["part-00000.parquet"] * 2, "manifest.json", tmp_path.name], "in this order"
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
