@@ -99,7 +99,7 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
         number_bytes=costs.number_bytes,
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
-        rows={name: costs.rows(name, t) for t in tables for name in t.feature_names} if costs.is_unique else {},
+        rows={name: costs.rows(name, t) for t in tables for name in t.feature_names},
     )
     return step_work(workload, counted[key])
 
