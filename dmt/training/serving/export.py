@@ -103,7 +103,7 @@ def export_run(
 
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any]:
     """Returns the manifest, which tells a server how to make the program's input, as plain data for JSON."""
-    config, data = job.config, job.data
+    config, data, saved = job.config, job.data, read_checkpoint(checkpoint)
     # Prepared rows may come from another program, so how their ids were made is unknown.
     is_hashed = data.raw.id_mode == "hash" and data.raw.kind not in ("synthetic", "prepared")
     texts, features = pa.array(_HASHED_EXAMPLES), []
@@ -132,7 +132,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
     return {
         "format": _FORMAT,
         "model": config.model.name,
-        "step": read_checkpoint(checkpoint).step,
+        "step": saved.step,
         "dense": list(data.columns.dense),
         "features": features,
         "towers": towers,
@@ -141,6 +141,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
         "hash_key": HASH_KEY if is_hashed else "",
         "data": data.raw.model_dump(mode="json"),
         "prepared": data.config.prepared,  # folder whose evaluation rows `dmt score` reads; null: those of "data"
+        "trained_files": saved.progress.get("files"),  # null if unknown
         "versions": versions(),
     }
 

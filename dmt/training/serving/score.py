@@ -124,7 +124,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         return partial(_run, model, load_program(model)), data, columns
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:
-        check_evaluation_rows(folder, job)
+        check_evaluation_rows(folder, read_checkpoint(folder).progress.get("files"), job.data)
     cuts, columns = job.column_splits, sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
 
     def scorer(batch: ClickBatch) -> Tensor:
@@ -148,19 +148,21 @@ def _rows_of_program(
     known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
     if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):
         raise InputError(f"data.prepared={prepared!r} changed after {model} was exported. Undo it or give --data.")
+    check_evaluation_rows(model, manifest.get("trained_files"), data)
     return data
 
 
-def check_evaluation_rows(folder: Path, job: Job) -> None:
+def check_evaluation_rows(model: Path, trained: list[list[str | int]] | None, data: ClickData) -> None:
     """Raises `InputError` if the evaluation rows of a run's own data may now be rows on which it has trained.
 
     ``eval_fraction`` takes rows at even intervals, which move if a file is added before others, changed or removed.
+    ``trained``: `ClickData.files` of the rows on which the model was trained, read from JSON; None if unknown.
     """
-    raw, files = job.data.raw, [list(file) for file in job.data.files("train")]
+    raw, files = data.raw, [list(file) for file in data.files("train")]
     is_by_interval = raw.kind in ("columns", "criteo_tsv") and not (raw.eval_path or raw.split_column or raw.group_by)
-    if is_by_interval and read_checkpoint(folder).progress.get("files", files) != files:
+    if is_by_interval and trained not in (None, files):
         raise InputError(
-            f"The training files have changed since {folder} was saved, so rows that data.eval_fraction now takes for "
+            f"The training files have changed since {model} was saved, so rows that data.eval_fraction now takes for "
             "evaluation may have been trained on. Name the rows to score (--data)."
         )
 

@@ -20,7 +20,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.schemes import SCHEMES
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model, replica_sync, shard_model
-from dmt.training.checkpoints.store import load
+from dmt.training.checkpoints.store import load, read_manifest
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, on_first_rank, process_group
@@ -61,7 +61,8 @@ def score_by_ranks(
         job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
         on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
         if data_path is None:
-            on_all_ranks(lambda: check_evaluation_rows(checkpoint, job), everyone)
+            saved = on_all_ranks(lambda: read_manifest(checkpoint), everyone)
+            on_all_ranks(lambda: check_evaluation_rows(checkpoint, saved.progress.get("files"), job.data), everyone)
         mesh = TowerMesh(job.topology)
         return _score(job, _load(checkpoint, job, mesh), mesh, out)
 

@@ -126,7 +126,7 @@ def test_the_manifest_says_what_a_server_needs(exported: tuple[Path, Exported]) 
 def test_ids_that_another_program_made_are_not_said_to_be_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
+    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0, progress={}))
     (tmp_path / "a.csv").write_text("label,c,d,e\n0,x,x,x\n1,y,y,y\n")
     columns: dict[str, Any] = {"categorical": ("c", "d", "e"), "shared_tables": {"s": ("c", "e")}}
     prepare(DataConfig(kind="columns", train_path=str(tmp_path / "a.csv"), **columns), tmp_path / "out")

@@ -132,7 +132,7 @@ def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     raw = DataConfig(kind="columns", train_path=path, eval_path=path, **names)
     prepare(raw, tmp_path / "ready", group_rows=8)
     job = open_unsharded(small("dlrm").model_copy(update={"data": DataConfig(prepared=str(tmp_path / "ready"))}))
-    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
+    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0, progress={}))
     monkeypatch.setattr(scoring, "read_manifest", lambda _: export._manifest(job, Path(), "fp32"))
     monkeypatch.setattr(scoring, "load_program", lambda _: None)
     data = (job.data, scoring._open(tmp_path / "model.pt2", None, (), tmp_path / "out.parquet")[1])
@@ -214,9 +214,12 @@ def test_evaluation_rows_are_not_taken_from_other_files_than_those_of_training(t
     write_manifest(checkpoint, replace(read_checkpoint(checkpoint), progress=progress))
     assert score(run, tmp_path / "p.parquet").num_rows == ROWS // 10
     assert not (tmp_path / "before").exists(), "where the run was"
+    export_run(run, tmp_path / "model.pt2")
+    assert score(tmp_path / "model.pt2", tmp_path / "p.parquet").num_rows == ROWS // 10
     pq.write_table(rows(), tmp_path / "day_1.parquet")
-    with pytest.raises(InputError, match=r"The training files have changed since .*Name the rows to score \(--data\)"):
-        score(run, tmp_path / "p.parquet")
+    for model in (run, tmp_path / "model.pt2"):
+        with pytest.raises(InputError, match=r"The training files have changed since .*Name the rows to score \(--da"):
+            score(model, tmp_path / "p.parquet")
 
 
 def test_another_ending_than_that_of_parquet_is_refused(tmp_path: Path) -> None:
