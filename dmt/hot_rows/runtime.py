@@ -160,13 +160,12 @@ class HotRows:
         now = self.state()
         if not now.batch_size:
             return
-        # One rank chooses for all: processors of different kinds may round a row's gain differently.
-        tables = self._tables if self._everyone.rank() == 0 else []
         topology, encoder = self._mesh.topology, self._module.encoder
         distinct = encoder is not None and encoder.shares_equal
+        # The first rank, which has the counts, chooses for all: other processors may round a row's gain differently.
         chosen, *_ = run_on_all_or_raise(
             lambda: choose_rows(
-                now.counts, tables, topology, batch_size=now.batch_size, distinct=distinct, max_bytes=self._budget
+                now.counts, self._tables, topology, batch_size=now.batch_size, distinct=distinct, max_bytes=self._budget
             ),
             self._everyone,
         )

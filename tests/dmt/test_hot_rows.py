@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
+from dmt.collectives import gather_objects
 from dmt.hot_rows.choice import choose_rows
 from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.profile import AccessProfile
@@ -50,7 +51,7 @@ def numbers_of(training: Training) -> dict[str, Tensor]:
 def test_a_sync_of_one_replica_leaves_the_counting_alone(rank: int) -> None:
     """A training loop for any number of replicas has a `ReplicaSync` for one, too."""
     mesh = TowerMesh(TWO_BY_TWO)
-    training = Training(rank, FLAT, mesh)
+    training = Training(rank, replace(FLAT, pooling=("SUM", "MEAN", "SUM", "SUM")), mesh)
     hot = HotRows(training.model, mesh, extra_memory=0.5, refresh_every=1)
     sync = ReplicaSync(training.model, mesh, optimizer_state="delayed")
     training.step(0)
@@ -235,16 +236,26 @@ def test_rows_are_chosen_after_the_first_steps_and_a_state_restores_them(rank: i
     assert not found[0]
     assert found[1] == found[2] != {}
     assert hot.num_bytes == sum(len(rows) for rows in found[1].values()) * 32
-    state = hot.state()
+    with torch.no_grad():
+        training.model.eval()(PipelinedBatch(*FLAT.draw(rank, 9)))  # not counted
+    state = gather_objects(hot.state(), mesh.global_group)[0]  # as from a file, which every rank reads
     assert {name: rows.tolist() for name, rows in state.rows.items()} == found[-1]
-    assert state.steps == 3
+    assert (state.steps, state.counts.num_samples) == (3, sum(FLAT.sizes))
     for memory, every in ((1.0, 1000), (1e-3, None)):
         other = HotRows(Training(rank, FLAT, mesh).model, mesh, extra_memory=memory, refresh_every=every)
         other.load_state(state)
         assert {name: rows.tolist() for name, rows in other.rows.items()} == found[-1]
-        again = other.state()
+        with patch("dmt.hot_rows.runtime._LEAST_COUNTED", 20):
+            again = gather_objects(other.state(), mesh.global_group)[0]
         assert (again.steps, again.batch_size) == (state.steps, state.batch_size)
         assert all(np.array_equal(again.counts[t.name].counts, state.counts[t.name].counts) for t in FLAT.tables())
+    other.load_state(replace(state, counts=AccessProfile(FLAT.tables()[:2])))
+    assert set(other.rows) == set(found[-1]) & {"t0", "t1"}, "a table that the model lacks, or has in another form"
+    other.replicate({"t0": []})
+    assert not other.rows
+    for _ in range(2):  # nobody has trained since the first
+        hot.refresh()
+    assert hot.rows
 
 
 def test_choice_takes_what_saves_most_for_its_size() -> None:

@@ -416,6 +416,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for name, value in (("extra_memory", 0), ("extra_memory", "0.1"), ("refresh_every", 0), ("refresh_every", 2.5))},
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
+    "hot row below": (lambda job: hot(job).replicate({"t1": [-1, 3]}), "'t1' .* int64 from -1 to 3"),
     "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),
                  "given numbers are bool from True to True. Give .* mask, give np.flatno"),
     "hot shares": (lambda job: hot(job).replicate(job.differs({}, {"t1": [0.5]})), "'t1' .* are float64 from"),
