@@ -197,13 +197,13 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_939, 132),  # 20_500, 136
+    "the library": (25_938, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
     "dmt/plan": (756, 5),  # 600, 5
     "dmt/sharding": (2_057, 10),  # 1_750, 10
     "dmt/sptt": (3_499, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
-    "dmt/hot_rows": (945, 6),  # 900, 6
+    "dmt/hot_rows": (944, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (603, 4),  # 600, 4
@@ -211,7 +211,7 @@ CEILINGS = {
     "partitioner": (2_831, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (23_119, 119),  # 20_000, 115
+    "tests": (23_131, 119),  # 20_000, 115
 }
 
 
