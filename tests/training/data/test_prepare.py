@@ -400,6 +400,7 @@ def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path, monk
     assert [order.get(user, 99) for user in USERS] == [99 if row in once else row for row in rows]
     assert {rows[24], rows[25]} == set(once)
     assert pq.read_table(tmp_path / "all" / "eval")["user"].to_pylist() == [a, 1, 0]
+    assert not record.summary["notes"]
     assert record.summary["features"]["user"]["rows_in_use"] == 6
     assert record.summary["features"]["user"]["most_frequent_share"] == pytest.approx(9 / 28, abs=1e-5)
 
