@@ -69,7 +69,7 @@ _PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocab
 _WORDS = pa.schema([("table", pa.string()), ("value_hash", pa.int64()), ("row", pa.int64())])
 _MILLIONTHS, _MOST_QUERIES = 1_000_000, 64
 # Advice on an invalid row. Other commands prepare rows, too, but only `dmt prepare` has --max-rejects.
-_SCORING = "Correct the row: every row needs a prediction."
+_SCORING = "Correct the row: every row needs a prediction. If labels are unknown, leave out their column."
 _TRAINING = "Correct the row, or drop such rows with `dmt prepare --max-rejects N` and set data.prepared to its --out."
 _FEW = 0.2  # share of used rows below which a note suggests a smaller table
 

@@ -175,6 +175,9 @@ def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
     table = read(tmp_path / "p.parquet")
     assert list(table) == ["row", "logit", "probability"]
     assert table["logit"] == read(tmp_path / "labeled.parquet")["logit"]
+    pq.write_table(rows(label=[None] * ROWS), tmp_path / "unknown.parquet")
+    with pytest.raises(InputError, match=r"found nothing.*If labels are unknown, leave out their column\."):
+        score(run / model, tmp_path / "p.parquet", data_path=str(tmp_path / "unknown.parquet"))
 
 
 def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
