@@ -147,8 +147,7 @@ def even_start(bounds: Bounds, num_towers: int) -> Labels:
     comes last. No tower stays empty if there are at least as many blocks as towers.
     """
     share = bounds.loads / bounds.totals[:, None]
-    limited = np.isfinite(bounds.upper)
-    weight = share[limited].max(axis=0) if limited.any() else share.max(axis=0)
+    weight = share[np.isfinite(bounds.upper)].max(axis=0)
     labels = np.full(bounds.loads.shape[1], -1, dtype=np.int64)
     filled = np.zeros((len(share), num_towers))
     num_empty = num_towers

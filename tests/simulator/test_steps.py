@@ -135,8 +135,9 @@ def test_tables_outside_towers_are_reduced_before_the_update() -> None:
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
-    found = simulate(step_operations(with_loads(replicas=Load(20.0, 0.0)), CLUSTER))
-    assert found["replicas"] == pytest.approx(2.0)
+    slow = replace(CLUSTER, all_reduce=replace(RATES, uplink_bytes_per_s=5.0))
+    found = simulate(step_operations(with_loads(replicas=Load(20.0, 0.0)), slow))
+    assert (found["replicas"], found["ids"]) == pytest.approx((4.0, 1.0))
     assert step_seconds(WORK, replace(CLUSTER, step_s=100.0)) == 100.0
 
 
@@ -160,6 +161,17 @@ def test_the_update_includes_the_tower_module() -> None:
     )
     # Weight, gradient and moment are read, weight and moment written.
     assert after - before == pytest.approx(5 * 4)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_embeddings_and_outputs_are_copied_twice_each_way(micro_batches: int) -> None:
+    slow = replace(CLUSTER, memory_bytes_per_s=2.0)
+    before, after = (
+        sum(o.seconds.get("core", 0.0) for o in step_operations(work, slow, micro_batches=micro_batches))
+        for work in (WORK, replace(WORK, embedding_bytes=3.0, output_bytes=5.0))
+    )
+    # A copy reads and writes every byte.
+    assert after - before == pytest.approx(2 * 2 * 2 * (3 + 5) / 2)
 
 
 def test_number_formats_cost_their_conversion() -> None:
