@@ -171,7 +171,8 @@ def _parts(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yields (offsets, tensor) for each part of a tensor that this rank holds."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
-            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+            if shard.tensor.numel():  # TorchRec's row-wise tables may have empty shards, behind the last row
+                yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
     else:
         yield (0,) * value.dim(), value.detach()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt._torchrec import mark_updated_in_backward
 from dmt.collectives import RankError
@@ -185,6 +194,26 @@ def test_a_warm_up_goes_on_and_one_around_all_optimizers_is_refused(tmp_path: Pa
         for hiding in (around, CombinedOptimizer([("all", around)])):
             with pytest.raises(InputError, match=r'would lack .*\("tables", Warmup.*, \("dense", Warmup'):
                 Checkpointer(tmp_path, mesh).save(layers, hiding, step=2, progress={})
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_of_a_table_of_torchrec_saves_and_restores(rank: int, tmp_path: Path) -> None:
+    """TorchRec may cut a table by rows into fewer blocks than ranks."""
+    tables = [EmbeddingBagConfig(rows, 4, f"t{rows}", feature_names=[f"f{rows}"]) for rows in (1, 2)]
+    collection = EmbeddingBagCollection(tables=tables)
+    sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
+    by_rows = dict.fromkeys(("t1", "t2"), row_wise(compute_kernel="fused"))
+    cut = construct_module_sharding_plan(collection, by_rows, sharder, 2, 2, "cpu")
+    plan, model = ShardingPlan({"0": cut}), nn.Sequential(collection)
+    sharded: Any = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    run = replace(job(), model=sharded, optimizer=sharded.fused_optimizer)
+    ids = KeyedJaggedTensor(keys=["f1", "f2"], values=torch.tensor([0, 1]), lengths=torch.ones(2).long())
+    sharded(ids).values().sum().backward()
+    saved = local(run)
+    save(run, tmp_path, 1)
+    sharded(ids).values().sum().backward()
+    restore(tmp_path, sharded, run.optimizer, mesh=run.mesh)
+    assert_same(local(run), saved)
 
 
 @on_ranks(2)
