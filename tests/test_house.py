@@ -197,9 +197,9 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_938, 132),  # 20_500, 136
+    "the library": (25_939, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
-    "dmt/plan": (756, 5),  # 600, 5
+    "dmt/plan": (757, 5),  # 600, 5
     "dmt/sharding": (2_057, 10),  # 1_750, 10
     "dmt/sptt": (3_499, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
@@ -211,7 +211,7 @@ CEILINGS = {
     "partitioner": (2_830, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (23_176, 119),  # 20_000, 115
+    "tests": (23_177, 119),  # 20_000, 115
 }
 
 

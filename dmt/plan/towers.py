@@ -286,7 +286,8 @@ class TowerPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        record = {"format": FORMAT_VERSION, **asdict(self)}
+        plain = replace(self, affinity=dict(self.affinity), column_splits=dict(self.column_splits))
+        record = {"format": FORMAT_VERSION, **asdict(plain)}
         for table in record["tables"]:
             del table["data_type"]  # a plan is valid for both formats
         with write_or_raise(path, "Tower plan") as scratch:

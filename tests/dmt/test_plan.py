@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_round_trip(tmp_path: Path) -> None:
         [["b", "a"], ["c"]],
         strategy="coherent",
         seed=3,
-        affinity={"within": 0.5},
+        affinity=MappingProxyType({"within": 0.5}),
         tables=(table("ta", "a", "b"), table("tc", "c")),
         command="dmt partition x",
     )
