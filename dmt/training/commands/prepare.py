@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -50,7 +49,7 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         rows.append([name, *numbers, f"{feature['most_frequent_share']:.1%}"])
     rows += [[name, "", f"{dense['missing']:,}", "", ""] for name, dense in record["summary"]["dense"].items()]
     parts, notes, positives = record["rows"], record["summary"]["notes"], record["summary"]["positives"]
-    shown = [textwrap.shorten(note, 1000, placeholder=" ...") for note in notes[:_MOST_NOTES]]
+    shown = [note if len(note) <= 1000 else f"{note[:1000]} ..." for note in notes[:_MOST_NOTES]]
     lines = [f"- {note}" for note in shown]
     if len(rows) > _MOST_COLUMNS:
         lines.insert(0, f"{len(rows) - _MOST_COLUMNS:,} more columns: see summary in {out / 'manifest.json'}")

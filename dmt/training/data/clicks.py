@@ -9,7 +9,6 @@ Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B row
 from __future__ import annotations
 
 import logging
-import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +123,7 @@ class ClickData:
             if unlisted := sorted(str(file) for file in {*folder.glob(f"{split}/*.parquet")}.difference(files)):
                 logger.warning("%s: files that it does not list are not read: %s", folder / MANIFEST, shorten(unlisted))
         if noticed := manifest.summary.get("notes"):
-            few = shorten([textwrap.shorten(note, 1000, placeholder=" ...") for note in noticed], " ")
+            few = shorten([note if len(note) <= 1000 else f"{note[:1000]} ..." for note in noticed], " ")
             self.notes = f"{few} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:
             self.raw = data_section(manifest.raw, f"{place}: raw in its manifest", "Prepare the data again.")
