@@ -569,3 +569,8 @@ def _work_folder(out: Path) -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         remedy = "Free space there or name another folder; if DuckDB lacks memory, raise --memory-gib of `dmt prepare`."
         raise InputError(f"Prepared folder {str(out)!r} cannot be written: {reason}. {remedy}") from error
+    except RuntimeError as error:
+        if "Query interrupted" not in str(error):
+            raise
+        # DuckDB raises this in place of what the handler of Ctrl-C or SIGTERM raised.
+        raise KeyboardInterrupt from None

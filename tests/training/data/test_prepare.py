@@ -488,6 +488,13 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_grouped", full)
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
         prepare(config, tmp_path / "other")
+
+    def interrupted(rows: Any) -> None:
+        raise RuntimeError("Query interrupted")
+
+    monkeypatch.setattr(module, "_grouped", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
     def unlocked(*_: Any) -> None:
