@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
+from dmt.partitioner import PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of, sets, tables_of
 from tests.seeds import seeds
@@ -190,35 +190,3 @@ def test_blocks_too_large_for_even_towers_are_noted():
         "Towers have 2 to 7 features instead of 3 to 4, because features that share a table or must stay together are "
         "not separated.",
     )
-
-
-def test_permuting_everything_permutes_the_answer_only():
-    affinity = dataclasses.replace(affinity_of(18, seed=5), pooling_factors=tuple(1.0 + np.arange(18) % 4))
-    tables = tables_of(affinity.features, rows=np.arange(18) % 3 * 40 + 20)
-    rules = PartitionRules(
-        categories={"a": ["f?"], "b": ["f1?"]},
-        together=[["f0", "f3"]],
-        apart=[["f1", "f2"], ["f11", "f12"]],
-        max_work_ratio=2.0,
-        max_tower_bytes=2.5 * sum(table.num_bytes for table in tables) / 6,
-    )
-    partitioner = TowerPartitioner(num_towers=6, rules=rules, seed=3)
-    found = partitioner.partition(affinity, tables=tables)
-    assert partitioner.partition(affinity, tables=tables).plan == found.plan
-    order = np.random.default_rng(0).permutation(18)
-    turned = partitioner.partition(
-        affinity.permuted([affinity.features[i] for i in order]), tables=[tables[i] for i in order[::-1]]
-    )
-    assert sets(turned.plan) == sets(found.plan)
-    assert sorted(load.num_bytes for load in turned.loads) == sorted(load.num_bytes for load in found.loads)
-
-
-def test_exact_ties_are_broken_the_same_way_every_time():
-    names = [f"f{i}" for i in range(12)]
-    matrix = np.kron(np.eye(2), np.ones((6, 6))) * 0.5
-    rules = PartitionRules(max_work_ratio=1.0, apart=[["f0", "f1"]])
-    partitioner = TowerPartitioner(num_towers=4, rules=rules)
-    affinity = FeatureAffinity(matrix=matrix, features=names)
-    first = partitioner.fit(affinity, tables=tables_of(names))
-    turned = partitioner.fit(affinity.permuted(names[::-1]), tables=tables_of(names))
-    assert sets(first) == sets(turned)

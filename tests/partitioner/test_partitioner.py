@@ -55,14 +55,6 @@ def test_coherent_gathers_and_diverse_spreads_the_groups():
     assert (coherent.strategy, diverse.strategy) == ("coherent", "diverse")
 
 
-@pytest.mark.parametrize("num_towers", some_slow([1, 2, 5, 25, 26], [2, 5]))
-def test_sizes_differ_by_one_at_most(num_towers):
-    affinity, _ = planted_affinity(26, 2, seed=0)
-    sizes = [len(names) for names in TowerPartitioner(num_towers=num_towers).fit(affinity).to_lists()]
-    assert len(sizes) == num_towers
-    assert max(sizes) - min(sizes) <= 1
-
-
 def test_a_balance_ratio_lets_towers_differ():
     # Groups of 6, 4 and 4 features: sizes of 4..5 must split the first, sizes of 3..6 need not.
     names = [f"f{i}" for i in range(14)]
