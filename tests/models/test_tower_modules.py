@@ -165,26 +165,6 @@ def test_din_attends_to_each_samples_own_history(histories, tower_dim, largest):
         torch.testing.assert_close(ours.grad, expected, rtol=1e-7, atol=1e-5)
 
 
-def test_din_sends_the_inner_product_of_target_and_history_by_hand():
-    tower = DINTowerModule("target", "history", embedding_dim=3, tower_dim=2)
-    weights = {"project.weight": torch.zeros(2, 9), "project.bias": torch.zeros(2)}
-    tower.load_state_dict(weights | {"product.weight": torch.tensor([[1.0], [-2.0]])}, strict=False)
-    table = torch.tensor([[1.0, 2, 3], [4, -5, 6], [0, 7, 0]], requires_grad=True)
-    # Items that are alike weigh the same whatever their scores are; a sample without history has no product.
-    output = tower(sequences([0, 2, 1, 2], [[1], [], [1, 1], [0, 0, 0]], table))
-    torch.testing.assert_close(output, torch.tensor([[12.0], [0], [77], [14]]) * torch.tensor([1.0, -2]))
-    output[:, 0].sum().backward()
-    # Each row gets what it is multiplied with: 0 gets 1 and 2, 1 gets 0 and itself twice, 2 gets 0.
-    torch.testing.assert_close(table.grad, torch.tensor([[4.0, 2, 6], [9, -8, 15], [1, 2, 3]]))
-
-
-def test_gradients_of_din_are_its_differences():
-    torch.manual_seed(0)
-    tower = DINTowerModule("target", "history", embedding_dim=3, tower_dim=5, hidden=4).double()
-    table = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda rows: tower(sequences([0, 1, 2], [[1, 2, 2], [], [3, 0]], rows)), table)
-
-
 def test_din_adds_the_ids_of_a_target_and_makes_no_device_wait():
     tower, table = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3), torch.randn(5, 4)
     whole = sequences([1, 0, 3], [[1], [2, 3], [4]], table)
