@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -374,13 +373,6 @@ def test_a_changed_number_of_a_sentence_is_noticed(name: str) -> None:
         for group in range(1, pattern(sentence).groups + 1):
             changed = f"{text[: found.start(group)]}7{found[group]}{text[found.end(group) :]}"
             assert with_current_numbers(name, changed) == text
-
-
-def test_a_wrong_command_is_noticed() -> None:
-    with pytest.raises(click.NoSuchOption):
-        check_dmt(["doctor", "--jsn"])
-    with pytest.raises(AssertionError, match="knows no 'DAATA=x'"):
-        check_make(["demo", "DAATA=x"])
 
 
 def test_the_map_names_every_page() -> None:

@@ -112,7 +112,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         import dmt, dmt.partitioner
         from dmt.sptt.precision import ExchangePrecision
         assert ExchangePrecision(forward="bf16", backward="fp16").backward_scale == 4096.0
-        loaded = {"torch", "matplotlib", "k_means_constrained", "ortools", "sklearn"} & set(sys.modules)
+        loaded = {"torch", "pandas", "matplotlib", "k_means_constrained", "ortools", "sklearn"} & set(sys.modules)
         assert not loaded, loaded
 
         import numpy as np
@@ -173,12 +173,6 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
     assert "torchrec" in refused, "the blocker does not block"
 
 
-def test_importing_dmt_is_light() -> None:
-    code = "import sys, dmt; print([m for m in ('torch', 'torchrec', 'fbgemm_gpu', 'pandas') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
 def test_every_public_name_is_there_and_sorted() -> None:
     import dmt
 
@@ -211,7 +205,7 @@ CEILINGS = {
     "partitioner": (2_830, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_479, 32),  # 5_600, 36
-    "tests": (22_824, 118),  # 20_000, 115
+    "tests": (22_781, 118),  # 20_000, 115
 }
 
 

@@ -46,11 +46,9 @@ def test_names_may_hold_the_characters_of_patterns():
     ("rules", "message"),
     [
         ({"max_work_ratio": 0.9}, r"max_work_ratio: Input should be greater than or equal to 1 \(got 0\.9\)"),
-        ({"max_work_ratio": "2"}, r"max_work_ratio: Input should be a valid number \(got '2'\)"),
         ({"max_work_ratio": float("inf")}, "max_work_ratio: Input should be a finite number"),
         ({"max_tower_bytes": 0}, "max_tower_bytes: Input should be greater than 0"),
         ({"towers_per_category": {"a": 0}}, r"towers_per_category\.a: Input should be greater than or equal to 1"),
-        ({"towers_per_category": {"a": 2.5}}, r"towers_per_category\.a: Input should be a valid integer"),
         ({"categories": ["user"]}, "categories: Input should be a table"),
         ({"categories": {"user": ["a"], "item": []}}, r"categories\.item: Value should have at least 1 item"),
         ({"together": ["a", "b"]}, r"together\.0: 'str' .* not allowed as a Sequence"),
@@ -113,13 +111,10 @@ def test_a_file_holds_every_rule(tmp_path):
     ("text", "message"),
     [
         ("max_work = 2", r"max_work: Extra inputs are not permitted \(got 2\)"),
-        ("[category]\nuser = ['a']", "category: Extra inputs are not permitted"),
         ("[categories]\nuser = ['a']\nmax_work_ratio = 1.5", r"categories\.max_work_ratio: Input should be"),
         ("[towers_per_category]\nuser = 2\nmax_tower_bytes = 9.5", r"towers_per_category\.max_tower_bytes"),
-        ("apart = [1]", r"apart\.0: Input should be an instance of Sequence"),
         pytest.param("a." * 3000 + "b = 1", r"a: Extra inputs .* \(got (too deeply|\{'a)", id="deep"),
         ("together = [", "not TOML"),
-        ("max_work_ratio = 1.5\nmax_work_ratio = 2", "not TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):

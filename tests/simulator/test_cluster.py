@@ -43,10 +43,7 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
     [
         ("matmul_flops = 0", r"matmul_flops: Input should be greater than 0 \(got 0"),
         ("matmul_flops = inf", r"matmul_flops: Input should be a finite number"),
-        ("matmul_flops = 2026-01-31", r"matmul_flops: Input should be a valid number \(got '2026-01-31'"),
-        ("matmul_flops = nan", r"matmul_flops: Input should be a finite number"),
         ("step_s = -1.0", r"step_s: Input should be greater than or equal to 0 \(got -1"),
-        ("hosts = 2.5", r"hosts: Input should be a valid integer.*got 2\.5"),
         ("ranks_per_host = -1", r"ranks_per_host: Input should be greater than 0"),
         ("matmul_flop = 1.0", r"matmul_flop: Unexpected keyword argument"),
         ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s: Input should be greater than or equal to 0"),
