@@ -123,12 +123,19 @@ class TowerPlan:
 
     @classmethod
     def balanced(
-        cls, tables: Sequence[Any], topology: TowerTopology, *, rows: Mapping[str, float] | None = None
+        cls,
+        tables: Sequence[Any],
+        topology: TowerTopology,
+        *,
+        rows: Mapping[str, float] | None = None,
+        num_bytes: Mapping[str, float] | None = None,
+        max_tower_bytes: float = math.inf,
     ) -> TowerPlan:
         """Makes a plan in which towers, and hosts that hold several of them, send about equally many numbers.
 
         It suits flat models over towers, whose results do not depend on the plan. The method is greedy: tables that
-        send more numbers (rows x ``embedding_dim``) come first, and each goes to the tower that sends least so far.
+        send more numbers (rows x ``embedding_dim``) come first, and each goes to the tower that sends least so far and
+        has room for it; if none has room, to the tower with the fewest bytes.
 
         Args:
             tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
@@ -136,6 +143,8 @@ class TowerPlan:
             rows: by table name, the number of embeddings that a tower sends to a rank in a step for all features of the
                 table. With ``unique`` these are the distinct inputs (`AccessProfile.distinct_rows`). By default all
                 features send the same number.
+            num_bytes: by table name, the bytes that a table takes in its tower; by default those of its weights.
+            max_tower_bytes: bytes for which a tower has room.
 
         Raises:
             InputError: there are fewer tables than towers, two tables have the same feature or name, ``rows`` lacks a
@@ -160,12 +169,17 @@ class TowerPlan:
                     "of at least 0 for every table."
                 )
         loads = {table.name: counts[table.name] * table.embedding_dim for table in tables}
+        sizes = {table.name: table.num_bytes for table in tables} if num_bytes is None else num_bytes
         towers: list[list[str]] = [[] for _ in range(num)]
-        sums = [0.0] * num
+        sums, filled = [0.0] * num, [0.0] * num
         for table in sorted(tables, key=lambda table: -loads[table.name]):
-            least = min(range(num), key=lambda tower: (sums[tower], len(towers[tower])))
+            size = sizes[table.name]
+            with_room = [tower for tower in range(num) if filled[tower] + size <= max_tower_bytes]
+            possible = with_room or [filled.index(min(filled))]
+            least = min(possible, key=lambda tower: (sums[tower], len(towers[tower])))
             towers[least] += table.feature_names
             sums[least] += loads[table.name]
+            filled[least] += size
         # The host of each tower in every replica; it differs by more than an offset if hosts share replicas unevenly.
         on_host = [topology.host(ranks[0]) for ranks in topology.tower_groups()]
         hosts = [tuple(on_host[tower::num]) for tower in range(num)]

@@ -126,7 +126,7 @@ class TowersConfig(Section):
 
     plan: PathText = "strided"
     """Path of a ``towers.json``; ``strided``: table i in tower i mod T; or ``balanced``: towers and hosts send about
-    the same number of bytes (for flat models, whose results no plan changes)."""
+    the same number of bytes, within ``memory_gib`` (for flat models, whose results no plan changes)."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
     ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm*`` their tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from dmt.plan.split_across_towers import split_tables
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.outside import CrossingCosts, choose_outside
@@ -317,7 +318,11 @@ def _dealt(config: TrainingConfig, tables: Sequence[TableSpec], data: ClickData 
     if config.towers.plan == "balanced":
         costs = crossing_costs(config, data)
         rows = {table.name: sum(costs.rows(name, table) for name in table.feature_names) for table in tables}
-        return TowerPlan.balanced(tables, costs.topology, rows=rows)
+        model = CostModel(topology=costs.topology, workload=costs.workload)
+        needed = {t.name: model.shard(t, "table_wise", t.num_embeddings, t.embedding_dim).needed for t in tables}
+        # Tables never fill ranks to the last byte.
+        room = 0.9 * (config.sharding.rank_memory or math.inf) * costs.topology.ranks_per_tower
+        return TowerPlan.balanced(tables, costs.topology, rows=rows, num_bytes=needed, max_tower_bytes=room)
     if config.towers.plan != "strided":
         return None
     # Table i is in tower i mod T; dealing features instead could split a shared table between two towers.

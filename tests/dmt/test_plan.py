@@ -53,6 +53,11 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     two = TowerTopology(num_towers=2, ranks_per_tower=1)
     assert TowerPlan.balanced(wide, two).to_lists() == [["w"], ["x", "y", "z"]]
     assert all(TowerPlan.balanced(wide, two_a_host, rows=dict.fromkeys("wxyz", 0.0)).to_lists())
+    # A tower without room for a table leaves it to one that sends more; if none has room, the least full one gets it.
+    sizes = {"w": 5.0, "x": 6.0, "y": 3.0, "z": 2.0}
+    for room in (8, 4):
+        filled = TowerPlan.balanced(wide, two, num_bytes=sizes, max_tower_bytes=room)
+        assert filled.to_lists() == [["w", "y"], ["x", "z"]]
     with pytest.raises(InputError, match="num_towers=4 must be at most the number of tables, 3"):
         TowerPlan.balanced(wide[1:], two_a_host)
     for rows_of_z, shown in (({}, "missing"), ({"z": math.nan}, "nan"), ({"z": -1.0}, "-1.0")):

@@ -75,6 +75,8 @@ def test_balanced_towers_count_distinct_inputs_only_where_those_are_sent() -> No
     unique = job_of("dlrm", "none", sharding={"unique": True}, **copy.deepcopy(balanced))
     # Of C3, C4 and C6 64 rows, of the others 20, 6 and 4.
     assert plan_of(unique).to_lists() == [["C3", "C6"], ["C4", "C2", "C5", "C1"]]
+    tight = job_of("dlrm", "none", sharding={"unique": True, "memory_gib": 1e-4}, **copy.deepcopy(balanced))
+    assert plan_of(tight).to_lists() == [["C3", "C6", "C5", "C1"], ["C4", "C2"]]
     for arch, sharding in (("dlrm", {}), ("dmt-dlrm", {"unique": True})):
         even = job_of(arch, "none", sharding=sharding, **copy.deepcopy(balanced))
         assert plan_of(even).to_lists() == [["C1", "C3", "C5"], ["C2", "C4", "C6"]]
