@@ -51,7 +51,8 @@ def _with(row, column, value, mirror=True):
         ({"matrix": np.eye(3) * 1j}, "matrix is complex128"),
         ({"matrix": [[object()] * 3] * 3}, "matrix is object"),
         ({"matrix": [[1.0], [1.0, 2.0]]}, r"not a rectangular array .*part\)\. Give real numbers of shape \[3, 3\]"),
-        ({"matrix": -np.ones((3, 3)), "measure": "interactions"}, r"\['a', 'a'\] is -1"),
+        ({"matrix": 1e-6 * np.diag([2, 2, -1]), "measure": "interactions"}, r"\['c', 'c'\] is -1e-06"),
+        ({"matrix": 1e-6 * np.triu(GOOD), "measure": "interactions"}, "must be symmetric"),
         ({"errors": [[0.0]]}, r"errors is float64 of shape \[1, 1\]"),
         ({"measure": "cosines"}, "measure='cosines' is unknown; use 'cosine' or"),
         ({"triples": (Interaction(features=("a", "b", "x"), gain=1.0),)}, "triples name 'x'"),
@@ -201,6 +202,7 @@ def test_tables_and_pooling_factors_go_along():
 
 def test_the_strongest_are_those_beyond_their_error():
     gains, errors = np.zeros((4, 4)), np.full((4, 4), 0.01)
+    errors[:2, :2] = 0.009
     gains[0, 1] = gains[1, 0] = 0.05
     gains[2, 3] = gains[3, 2] = 0.028
     triple = Interaction(features=("a", "c", "d"), gain=0.04, error=0.001)
@@ -209,6 +211,7 @@ def test_the_strongest_are_those_beyond_their_error():
     )
     # Of 6 pairs, 2.9 errors.
     assert [one.features for one in found.strongest(5)] == [("a", "b"), ("a", "c", "d")]
-    assert found.strongest(1)[0].error == 0.01
+    assert [one.error for one in found.strongest(1)] == [0.009]
     assert (found.significant() > 0).sum() == 2
-    assert found.permuted(["d", "c", "b", "a"]).strongest(5)[0].features == ("b", "a")
+    turned = found.permuted(["d", "c", "b", "a"]).strongest(5)
+    assert [(one.features, one.error) for one in turned] == [(("b", "a"), 0.009), (("a", "c", "d"), 0.001)]

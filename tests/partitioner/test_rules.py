@@ -22,7 +22,8 @@ def test_names_and_patterns_become_features_in_the_order_of_the_model():
     assert rules.apart == [("user_id", "item_id")]
     assert rules.max_work_ratio == 2
     assert rules.for_features(FEATURES) == rules
-    alone = PartitionRules(categories={"user": ["user_*"]}, towers_per_category={"rest": 2}).for_features(FEATURES)
+    named = {"user": ["user_*"], "rest": ["hour"]}
+    alone = PartitionRules(categories=named, towers_per_category={"rest": 2}).for_features(FEATURES)
     assert alone.categories == {"user": ("user_id", "user_age"), "rest": ("item_id", "item_shop", "hour")}
     assert alone.for_features(FEATURES) == alone
     outside = PartitionRules(categories={"user": ["user_*"]}, outside=["hour", "user_a*"]).for_features(FEATURES)
@@ -32,7 +33,7 @@ def test_names_and_patterns_become_features_in_the_order_of_the_model():
 
 def test_names_may_hold_the_characters_of_patterns():
     features = ["*", "a?", "ab", "x[0:4]", "x[4:8]", "x0", "用户_1", "用户_2"]
-    rules = PartitionRules(together=[["*", "ab"], ["a?", "x0"], ["x[0:4]", "ab"], ["x[*"], ["用户_*"]])
+    rules = PartitionRules(together=[["*", "ab"], ["a?", "x0"], ["x[0:4]", "ab"], ["x[*]"], ["用户_*"]])
     assert rules.for_features(features).together == [
         ("*", "ab"),
         ("a?", "x0"),
