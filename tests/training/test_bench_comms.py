@@ -49,14 +49,15 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
     speeds = cluster.matmul_flops, cluster.memory_bytes_per_s, cluster.lookup_bytes_per_s
     assert speeds == pytest.approx((2 * 3 * 2 * 64**3 * 2, 2 * 64_000 * 2, 3 * 256 * 128 * 4 * 2), rel=1e-4)
     # Bytes between hosts and inside them for a second more.
-    for rates, uplink, inside in (
-        (cluster.all_to_all, 4e6, 2e6),
-        (cluster.exchange, 4e6, 2e6),
-        (cluster.all_reduce, 6e6, 4e6),
+    # Each byte of a value takes 1 / 4e6 s of 8e-6 cores; a rank sends .75, .5 and 1.5 times its value.
+    for rates, uplink, inside, core_s in (
+        (cluster.all_to_all, 4e6, 2e6, 1 / 24),
+        (cluster.exchange, 4e6, 2e6, 1 / 16),
+        (cluster.all_reduce, 6e6, 4e6, 1 / 48),
     ):
         assert (rates.uplink_rate(4), rates.host_rate(2)) == pytest.approx((uplink, inside))
         assert (set(rates.uplink_by_ranks), rates.host_by_ranks) == ({2, 4}, {2: 1.0})
-        assert rates.latency_s == pytest.approx(0.5, rel=1e-4)
+        assert (rates.latency_s, rates.core_s_per_byte) == pytest.approx((0.5, core_s), rel=1e-4)
     # By seconds: a ring of two hosts sends each number twice over two links, one of four ranks 1.5 times over two.
     assert cluster.all_reduce.uplink_bytes_per_s == pytest.approx(8e6)
     assert cluster.all_reduce.uplink_by_ranks == pytest.approx({2: 1.0, 4: 0.75})

@@ -124,11 +124,15 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
         ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
         ({**COLUMNS, "eval_path": "b", "split_column": "s"}, "both select the evaluation rows"),
         ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps does not apply to kind='source'"),
+        ({"source": "a:b", "categorical": ["c"], "group_by": "u"}, "group_by does not apply to kind='source'"),
         ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
         ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),
         ({"prepared": "p", "train_path": "a"}, "train_path does not apply to kind='prepared'"),
         ({"prepared": "p", "eval_fraction": 0.3}, "eval_fraction does not apply to kind='prepared'"),
+        ({"prepared": "p", "sequences": {"a": "b"}}, "sequences does not apply to kind='prepared'"),
+        ({"prepared": "p", "label": "y"}, "label does not apply to kind='prepared'"),
         ({**COLUMNS, "vocabulary": "p"}, "needs id_mode='frequency'"),
+        ({**COLUMNS, "prepared": "p"}, "prepared does not apply to kind='columns'"),
     ],
 )
 def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:

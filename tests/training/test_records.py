@@ -55,17 +55,19 @@ def test_the_runs_of_a_demo_leave_stdout_to_its_result(
     assert capsys.readouterr() == ("", "# step 1\n")
 
 
-@pytest.mark.parametrize("case", [(20, 20, 4, 9.0), (0, 20, 4, 1.0), (20, 30, 4, 1.0), (20, 20, 2, 1.0)])
-def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, int, int, float]) -> None:
-    resumed_step, steps, world_size, seconds = case
-    record_of(tmp_path).close({"steps": 20, "world_size": 4, "seconds": 9.0, "eval_auc": math.nan})
+@pytest.mark.parametrize(
+    "case", [(20, 20, 4, "cpu", 9.0), (0, 20, 4, "cpu", 1), (20, 30, 4, "cpu", 1), (20, 20, 2, "cpu", 1), (20, 20, 4, "", 1)]
+)
+def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, int, int, str, float]) -> None:
+    resumed_step, steps, world_size, device, seconds = case
+    record_of(tmp_path).close({"steps": 20, "world_size": 4, "device": "cpu", "seconds": 9.0, "eval_auc": math.nan})
     assert '"eval_auc": null' in (tmp_path / "result.json").read_text()
     assert math.isnan(read_result(tmp_path)["eval_auc"])
     (tmp_path / "sharding.json").touch()
     record = record_of(tmp_path, resumed_step=resumed_step)
     assert not (tmp_path / "result.json").exists()
     record.sharding(None)
-    record.close({"steps": steps, "world_size": world_size, "seconds": 1.0})
+    record.close({"steps": steps, "world_size": world_size, "device": device, "seconds": 1.0})
     assert read_result(tmp_path)["seconds"] == seconds
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
 
@@ -103,7 +105,7 @@ def test_numbers_without_room_are_logged_and_the_run_goes_on(tmp_path: Path, cap
     assert read_curves(tmp_path)["train/loss"][199:] == [(200, 200.0), (203, 203.0), (204, 204.0)]
 
 
-@pytest.mark.parametrize("line", ["\0" * 9, '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}'])
+@pytest.mark.parametrize("line", ["\0" * 9, "7", '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}'])
 def test_lines_that_are_no_records_are_left_out(line: str, tmp_path: Path) -> None:
     losses(record_of(tmp_path), range(10, 30, 10))
     path = tmp_path / "metrics.jsonl"
