@@ -133,6 +133,10 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
         ({"prepared": "p", "label": "y"}, "label does not apply to kind='prepared'"),
         ({**COLUMNS, "vocabulary": "p"}, "needs id_mode='frequency'"),
         ({**COLUMNS, "prepared": "p"}, "prepared does not apply to kind='columns'"),
+        ({**COLUMNS, "max_length": 5}, "max_length limits sequences"),
+        ({"kind": "prepared"}, "kind='prepared' needs prepared"),
+        ({"source": "a:b"}, "kind='source' needs categorical"),
+        ({"source": "a:b", "categorical": ["c"], "id_mode": "frequency"}, "needs files, but kind='source' has none"),
     ],
 )
 def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:
