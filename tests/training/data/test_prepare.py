@@ -75,7 +75,7 @@ JSON = "\n".join(
 
 
 def write_parquet(path: Path) -> None:
-    times = ["2026-11-22T19:15:00", None, "2026-11-22T18:30:00", "2024-01-01T00:00:00"]
+    times = ["2026-11-22T19:15:00.000000001", None, "2026-11-22T18:30:00", "2024-01-01T00:00:00"]
     table = {
         "label": [True, False, False, True],
         "c": pa.array([word or "" for word in WORDS]).dictionary_encode(),
