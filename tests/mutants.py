@@ -201,6 +201,10 @@ scores_J - largest_B.index_select(0, sample_J) => scores_J
 weights_J.unsqueeze(1) * items_JN => items_JN
 ## partitioner/problem.py :: tests/partitioner/test_blocks.py -k gains
 np.fill_diagonal(pairs, 0.0) => pass
+## partitioner/affinity.py :: tests/partitioner/test_affinity.py -k beyond_their_error
+errors=None if self.errors is None else self.errors[np.ix_(index, index)] => errors=self.errors
+## partitioner/rules.py :: tests/partitioner/test_rules.py -k order_of_the_model
+rest = others | set(categories.get(REST, ())) => rest = others
 ## partitioner/search.py :: tests/partitioner/test_search.py
 .T[:, labels] - between => .T[:, labels] + between
 - 2.0 * self.bounds.apart[blocks] => - self.bounds.apart[blocks]

@@ -55,19 +55,20 @@ def test_the_runs_of_a_demo_leave_stdout_to_its_result(
     assert capsys.readouterr() == ("", "# step 1\n")
 
 
-@pytest.mark.parametrize(
-    "case", [(20, 20, 4, "cpu", 9.0), (0, 20, 4, "cpu", 1), (20, 30, 4, "cpu", 1), (20, 20, 2, "cpu", 1), (20, 20, 4, "", 1)]
-)
-def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, int, int, str, float]) -> None:
-    resumed_step, steps, world_size, device, seconds = case
-    record_of(tmp_path).close({"steps": 20, "world_size": 4, "device": "cpu", "seconds": 9.0, "eval_auc": math.nan})
+MADE = {"steps": 20, "world_size": 4, "device": "cpu"}
+
+
+@pytest.mark.parametrize("case", [(20, {}, 9), (0, {}, 1), *((20, {key: 2}, 1) for key in MADE)], ids=str)
+def test_an_earlier_result_goes_but_for_its_speeds(tmp_path: Path, case: tuple[int, dict[str, Any], float]) -> None:
+    resumed_step, other, seconds = case
+    record_of(tmp_path).close({**MADE, "seconds": 9.0, "eval_auc": math.nan})
     assert '"eval_auc": null' in (tmp_path / "result.json").read_text()
     assert math.isnan(read_result(tmp_path)["eval_auc"])
     (tmp_path / "sharding.json").touch()
     record = record_of(tmp_path, resumed_step=resumed_step)
     assert not (tmp_path / "result.json").exists()
     record.sharding(None)
-    record.close({"steps": steps, "world_size": world_size, "device": device, "seconds": 1.0})
+    record.close({**MADE, **other, "seconds": 1.0})
     assert read_result(tmp_path)["seconds"] == seconds
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
 
