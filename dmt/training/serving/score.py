@@ -58,8 +58,8 @@ def score(model: Path, out: Path, *, data_path: str | None = None, functions: Co
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: model or data cannot be read or do not match, a function is not allowed, a logit of rows with labels
-            is not finite, or ``out`` cannot be written or names another format.
+        InputError: model or data cannot be read or do not match, a function is not allowed, a logit is not finite, or
+            ``out`` cannot be written or names another format.
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")
@@ -70,7 +70,8 @@ def score(model: Path, out: Path, *, data_path: str | None = None, functions: Co
         with predictions.writer:
             for batch in data.batches("eval", rank=0, world_size=1, batch_size=batch_size):
                 predictions.write(scorer(batch), batch.labels, batch.weights)
-    return Scored(num_rows=predictions.row, metrics=predictions.metrics.compute() if data.columns.label else None)
+        metrics = predictions.metrics.compute()
+    return Scored(num_rows=predictions.row, metrics=metrics if data.columns.label else None)
 
 
 class Predictions:
@@ -124,7 +125,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         return partial(_run, model, load_program(model)), data, columns
     folder, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     if data_path is None:
-        check_evaluation_rows(folder, read_checkpoint(folder).progress.get("files"), job.data)
+        check_evaluation_rows(folder, job.data)
     cuts, columns = job.column_splits, sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
 
     def scorer(batch: ClickBatch) -> Tensor:
@@ -148,19 +149,20 @@ def _rows_of_program(
     known = data.config if raw.kind == "prepared" else raw  # of rows of another program only names are known
     if prepared and (inputs != [*data.columns.dense, *data.columns.feature_names] or data.raw != known):
         raise InputError(f"data.prepared={prepared!r} changed after {model} was exported. Undo it or give --data.")
-    check_evaluation_rows(model, manifest.get("trained_files"), data)
+    check_evaluation_rows(model, data)
     return data
 
 
-def check_evaluation_rows(model: Path, trained: list[list[str | int]] | None, data: ClickData) -> None:
+def check_evaluation_rows(model: Path, data: ClickData) -> None:
     """Raises `InputError` if the evaluation rows of a run's own data may now be rows on which it has trained.
 
     ``eval_fraction`` takes rows at even intervals, which move if a file is added before others, changed or removed.
-    ``trained``: `ClickData.files` of the rows on which the model was trained, read from JSON; None if unknown.
+    ``model`` is a checkpoint or a file that ``dmt export`` wrote.
     """
     raw, files = data.raw, [list(file) for file in data.files("train")]
     is_by_interval = raw.kind in ("columns", "criteo_tsv") and not (raw.eval_path or raw.split_column or raw.group_by)
-    if is_by_interval and trained not in (None, files):
+    saved = read_manifest(model)["trained_files"] if is_program(model) else read_checkpoint(model).progress.get("files")
+    if is_by_interval and saved not in (None, files):
         raise InputError(
             f"The training files have changed since {model} was saved, so rows that data.eval_fraction now takes for "
             "evaluation may have been trained on. Name the rows to score (--data)."

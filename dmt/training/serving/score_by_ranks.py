@@ -20,7 +20,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.schemes import SCHEMES
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model, replica_sync, shard_model
-from dmt.training.checkpoints.store import load, read_manifest
+from dmt.training.checkpoints.store import load
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, on_first_rank, process_group
@@ -53,16 +53,16 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, a function is not allowed, ``out``
-            exists or is not writable, ``model`` is an exported program, or the rows come from a ``data.source``.
+        InputError: the model or the data cannot be read or do not fit each other, a function is not allowed, a logit is
+            not finite, ``out`` exists or is not writable, ``model`` is an exported program, or the rows come from a
+            ``data.source``.
     """
     with process_group(partial(_joining, model, out, world_size)) as (_, everyone):
         checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
         job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
         on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
         if data_path is None:
-            saved = on_all_ranks(lambda: read_manifest(checkpoint), everyone)
-            on_all_ranks(lambda: check_evaluation_rows(checkpoint, saved.progress.get("files"), job.data), everyone)
+            on_all_ranks(lambda: check_evaluation_rows(checkpoint, job.data), everyone)
         mesh = TowerMesh(job.topology)
         return _score(job, _load(checkpoint, job, mesh), mesh, out)
 
@@ -143,11 +143,11 @@ def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
             while (batch := on_all_ranks(writing(out)(turn), mesh)) is not None:
                 output = model(batch.split_columns(job.column_splits).to(device))[1]
             on_all_ranks(writing(out)(predictions.writer.close), mesh)
-        metrics = predictions.metrics.compute() if job.data.columns.label else None
+        metrics = predictions.metrics.compute()
         on_all_ranks(writing(out)(stack.close), mesh)
     num_rows = job.data.num_rows("eval")
     assert num_rows is not None, "rows of files"
-    return Scored(num_rows=num_rows, metrics=metrics)
+    return Scored(num_rows=num_rows, metrics=metrics if job.data.columns.label else None)
 
 
 @contextmanager

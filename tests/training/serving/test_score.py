@@ -180,6 +180,18 @@ def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
         score(run / model, tmp_path / "p.parquet", data_path=str(tmp_path / "unknown.parquet"))
 
 
+def test_predictions_that_are_not_finite_are_not_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = scoring._open
+    monkeypatch.setattr(scoring, "_open", lambda *given: (lambda batch: batch.labels / 0, *opened(*given)[1:]))
+    for name, table in (("labeled", rows()), ("unlabeled", rows(label=None))):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        with pytest.raises(InputError, match="The model predicts NaN or infinity"):
+            score(run, tmp_path / "out", data_path=str(tmp_path / f"{name}.parquet"))
+        assert not (tmp_path / "out").exists()
+
+
 def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
     lines, config = numbered_lines(5), DataConfig(kind="criteo_tsv", train_path="train.txt")
     lines = [line.replace("0a", "0000000a") for line in lines]

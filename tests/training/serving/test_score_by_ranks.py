@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch import Tensor
 
 from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
@@ -35,21 +36,21 @@ TWO = {"num_towers": 2, "ranks_per_tower": 1}
 
 
 def scored_on_rank(
-    rank: int, world_size: int, model: str, out: str, data: str | None = None, fails: bool = False
+    rank: int, world_size: int, model: str, out: str, data: str | None = None, fault: str = ""
 ) -> Scored:
     add = Predictions.write
 
-    def full(self: Predictions, *columns: Any) -> None:
-        if rank == 1 and self.row:
+    def faulty(self: Predictions, logits: Tensor, *rest: Tensor) -> None:
+        if fault == "full disk" and rank == 1 and self.row:
             raise OSError(errno.ENOSPC, "No space left on device")
-        add(self, *columns)
+        add(self, logits * float("nan" if fault == "NaN" and rank == 1 else 1), *rest)
 
     # Training would not fit, with its gradients.
     no_room = patch("dmt.training.preflight.memory_limit", lambda: 1)
     with (
         no_room,
         patch.object(module, "process_group", on_mesh),
-        patch.object(Predictions, "write", full if fails else add),
+        patch.object(Predictions, "write", faulty),
     ):
         return score_by_ranks(Path(model), Path(out), world_size=world_size, data_path=data)
 
@@ -147,19 +148,20 @@ def test_rows_of_files_keep_their_numbers_and_need_no_label(run: Path, tmp_path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("data", "fails", "words"),
+    ("data", "fault", "words"),
     [
-        (rows_of(0), False, r"--data '.*rows.parquet' has no row"),
-        (rows_of(40, c_ad=None), False, "c_ad"),
-        (rows_of(40), True, "No space left on device"),
+        (rows_of(0), "", r"--data '.*rows.parquet' has no row"),
+        (rows_of(40, c_ad=None), "", "c_ad"),
+        (rows_of(40), "full disk", "No space left on device"),
+        (rows_of(40, label=None), "NaN", "The model predicts NaN or infinity"),
     ],
-    ids=["no row", "a column is missing", "the disk of one rank is full"],
+    ids=["no row", "a column is missing", "the disk of one rank is full", "one rank predicts NaN"],
 )
 def test_what_fails_on_a_rank_fails_on_all_and_leaves_no_folder(
-    data: pa.Table, fails: bool, words: str, run: Path, tmp_path: Path
+    data: pa.Table, fault: str, words: str, run: Path, tmp_path: Path
 ) -> None:
     pq.write_table(data, tmp_path / "rows.parquet")
-    errors = run_ranks(error_on_rank, 2, str(run), str(tmp_path / "out"), str(tmp_path / "rows.parquet"), fails)
+    errors = run_ranks(error_on_rank, 2, str(run), str(tmp_path / "out"), str(tmp_path / "rows.parquet"), fault)
     assert errors[0] == errors[1]
     assert re.search(words, errors[0])
     assert {path.name for path in tmp_path.iterdir()} == {"rows.parquet", "prepared-cache"}
