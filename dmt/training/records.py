@@ -105,7 +105,7 @@ class RunRecord:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records numbers after a training step, under names such as ``"train/loss"``."""
-        record = {"step": step, **values}
+        record = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         if not self.enabled or record in self._last:  # an evaluation may be repeated when a run resumes
             return
         line = json.dumps(record)
@@ -157,12 +157,12 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_curves(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads the curves of a run, finished or not: (step, value) pairs by name, with the last value of each step."""
+    """Reads the curves of a run: (step, value) pairs by name, with the last value of each step; nulls become NaN."""
     curves: dict[str, dict[int, float]] = {}
     for values in _read_metrics(Path(folder) / "metrics.jsonl"):
         step = values.pop("step")
         for name, value in values.items():
-            curves.setdefault(name, {})[step] = value
+            curves.setdefault(name, {})[step] = math.nan if value is None else value
     return {name: list(curve.items()) for name, curve in curves.items()}
 
 

@@ -47,6 +47,13 @@ def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> Non
     assert read_curves(str(killed)) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
 
 
+def test_numbers_that_are_not_finite_are_null_and_not_recorded_again(tmp_path: Path) -> None:
+    for resumed_step in (0, 5):
+        record_of(tmp_path, resumed_step=resumed_step).scalars(5, {"eval/auc": math.nan})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 5, "eval/auc": null}\n'
+    assert math.isnan(read_curves(tmp_path)["eval/auc"][0][1])
+
+
 def test_the_runs_of_a_demo_leave_stdout_to_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
