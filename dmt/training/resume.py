@@ -163,7 +163,7 @@ def start_from(folder: Path, job: Job) -> Start:
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
         raise InputError(f"{folder} does not fit this run: {shorten(wrong)}. Undo these changes, or give {other}.")
-    check_encoding(folder, job)
+    check_encoding(folder, job, lengths=False)
     # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith((*_TRAINING, _EVALUATION))]
     notes[20:] = [f"and {len(notes) - 20} more changes"] if len(notes) > 20 else []

@@ -74,15 +74,17 @@ def _raw_data(checkpoint: Path) -> DataConfig | None:
     return data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
 
 
-def check_encoding(folder: Path, job: Job) -> None:
+def check_encoding(folder: Path, job: Job, *, lengths: bool = True) -> None:
     """Raises `InputError` if a checkpoint was trained on rows with another encoding.
 
-    Without this check its weights would load, but each row of a table would stand for another value.
+    Without this check its weights would load, but each row of a table would stand for another value. ``lengths``:
+    compare ``data.max_length``, too, which training may change but predictions must not.
     """
     if job.config.data.kind == "synthetic" or (saved := _raw_data(folder)) is None:
         return
     both = (saved, job.data.raw)
-    wrong = changed_settings(*({"data": config.model_dump(mode="json", include=_CODED)} for config in both))
+    compared = _CODED | {"max_length"} if lengths else _CODED
+    wrong = changed_settings(*({"data": config.model_dump(mode="json", include=compared)} for config in both))
     if len({(config.vocabulary or "").rpartition("#")[2] for config in both}) > 1:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if job.data.raw.kind == "prepared":  # by another program, which named no raw columns

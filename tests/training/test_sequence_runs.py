@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -203,4 +202,6 @@ def test_from_raw_rows_to_predictions(tmp_path: Path) -> None:
     scored = score(tmp_path / "model.pt2", tmp_path / "eval.parquet", data_path=None)
     assert scored.metrics is not None
     assert scored.metrics.auc == pytest.approx(result["eval_auc"], abs=1e-6)
-    assert json.loads((tmp_path / "rows" / "manifest.json").read_text())["raw"]["max_length"] == 5
+    prepare(raw.model_copy(update={"max_length": 2, "vocabulary": str(tmp_path / "rows")}), tmp_path / "short")
+    with pytest.raises(InputError, match=r"with a different encoding: data\.max_length: 5 -> 2\."):
+        export_run(tmp_path / "run", tmp_path / "model.pt2", data_path=str(tmp_path / "short"))
