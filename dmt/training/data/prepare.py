@@ -170,7 +170,8 @@ def prepare(
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
             converted = replace(columns, features=tuple(hashed))
         converter = Converter(config, converted, connection)
-        schema, rows = converter.schema, _raw_rows(converter, files, rejects, notes, missing, eval_only=eval_only)
+        parts = {"eval_path": [file for names in files.values() for file in names]} if eval_only else files
+        schema, rows = converter.schema, _raw_rows(converter, parts, rejects, notes, missing)
         if config.id_mode == "frequency":
             _write(folder / _SCRATCH, schema, group_rows, rows)
             if config.vocabulary:
@@ -232,13 +233,7 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 
 
 def _raw_rows(
-    converter: Converter,
-    files: Mapping[str, Sequence[str]],
-    rejects: _Rejects,
-    notes: list[str],
-    missing: Counter[str],
-    *,
-    eval_only: bool,
+    converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, notes: list[str], missing: Counter[str]
 ) -> Iterator[tuple[str, pa.Table, float]]:
     """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files.
 
@@ -275,9 +270,8 @@ def _raw_rows(
             note_unread(file, selected, "its first 1,000 lines")
             rejects.add(wrong)
             for part in _PARTS:
-                if eval_only or config.eval_path:
-                    is_eval = eval_only or setting == "eval_path"
-                    is_chosen = np.full(rows.num_rows, is_eval == (part == "eval"))
+                if "eval_path" in files:
+                    is_chosen = np.full(rows.num_rows, (setting == "eval_path") == (part == "eval"))
                 else:
                     is_chosen = _is_of(part, config, rows, start)
                 if part == "train":

@@ -388,7 +388,7 @@ class _Sql:
         self._config, self._columns = config, block.columns
         self._values, self._faults = list[str](), [block.fault] if block.fault else []
         if config.label is not None:
-            self._add_label(config.label)
+            self._add(config.label, self._number(config.label), "0 or 1", "coalesce({v} NOT IN (0, 1), true)")
         for name in columns.dense:
             self._add_dense(name)
         for feature in columns.features:
@@ -429,20 +429,21 @@ class _Sql:
         # DuckDB would compare all rows with a list of texts, by a join, but matches only those that need it.
         return f"{{v}} IS NULL AND NOT regexp_full_match({sql}, {_MISSING}, 'i')"
 
-    def _add_label(self, column: str) -> None:
+    def _number(self, column: str) -> str:
+        """Returns SQL for a column's numbers, 1 for true and 0 for false; NULL for text that is none of them."""
         sql = self._columns[column][0]
-        if self._is_text(column):
-            sql = f"CASE lower(trim({sql})) WHEN 'true' THEN '1' WHEN 'false' THEN '0' ELSE {sql} END"
-        self._add(column, f"TRY_CAST({sql} AS DOUBLE)", "0 or 1", "coalesce({v} NOT IN (0, 1), true)")
+        if not self._is_text(column):
+            return f"CAST({sql} AS DOUBLE)"
+        # DuckDB would accept an underscore between digits.
+        number = f"CASE WHEN NOT contains({sql}, '_') THEN TRY_CAST({sql} AS DOUBLE) END"
+        return f"coalesce({number}, CASE lower(trim({sql})) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END)"
 
     def _add_dense(self, column: str) -> None:
-        sql, is_log = self._columns[column][0], self._config.dense_transform == "signed_log1p"
+        is_log = self._config.dense_transform == "signed_log1p"
         most, kind = ("'infinity'::DOUBLE", "finite") if is_log else ("3.4028235e38", "finite 32-bit")
-        value, is_bad = f"CAST({sql} AS DOUBLE)", f"abs({{v}}) >= {most} AND NOT isnan({{v}})"
-        if self._is_text(column):  # DuckDB would accept an underscore between digits
-            value = f"CASE WHEN NOT contains({sql}, '_') THEN TRY_CAST({sql} AS DOUBLE) END"
-            is_bad = f"{self._is_unread(column)} OR {is_bad}"
-        self._add(column, value, f"a {kind} number", is_bad)
+        is_unread = f"{self._is_unread(column)} OR " if self._is_text(column) else ""
+        is_bad = f"{is_unread}abs({{v}}) >= {most} AND NOT isnan({{v}})"
+        self._add(column, self._number(column), f"a {kind} number", is_bad)
 
     def _add_part(self, column: str, part: str) -> None:
         """Adds a part of a time, such as its hour."""

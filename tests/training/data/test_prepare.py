@@ -283,6 +283,20 @@ def test_files_that_are_none_are_refused(name: str, text: str | bytes, message: 
         prepared(tmp_path, config_of(tmp_path / name))
 
 
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+def test_true_and_false_are_numbers(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{ending}"
+    if ending == ".parquet":
+        pq.write_table(pa.table({"label": [True, False], "c": ["a", "b"], "d": [True, False]}), path)
+    else:
+        json_lines = ['{"label": true, "c": "a", "d": true}', '{"label": false, "c": "b", "d": false}']
+        write(path, json_lines if ending == ".jsonl" else ["label,c,d", "True,a,True", "False,b,False"])
+    table, _ = prepared(
+        tmp_path, config_of(path, multi_hot=(), timestamps=(), categorical=("c",), dense_transform="none")
+    )
+    assert (table["label"].to_pylist(), table["d"].to_pylist()) == ([1, 0], [1.0, 0.0])
+
+
 def test_files_with_columns_in_another_order_are_read_and_those_without_one_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
