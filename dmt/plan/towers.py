@@ -118,7 +118,7 @@ class TowerPlan:
             InputError: ``num_towers`` is not between 1 and the number of features, or a feature occurs twice.
         """
         if not 1 <= num_towers <= len(features):
-            raise InputError(f"num_towers={num_towers} must be 1 to {len(features)}, the number of features or tables.")
+            raise InputError(f"num_towers={num_towers} must be 1 to the number of features or tables, {len(features)}.")
         return cls.from_lists([features[i::num_towers] for i in range(num_towers)], strategy="strided")
 
     @classmethod

@@ -17,7 +17,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, DMTDLRMProducts, ModelOptions
 from dmt.models.complexity import count_on_meta
@@ -91,16 +90,11 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
         device: device of the parameters, by default the CPU; ``"meta"`` allocates no memory.
 
     Raises:
-        InputError: sizes do not fit the tables or the tower plan, no column is dense, or `make_model` raises it.
+        InputError: sizes do not fit the tables or the tower plan, or `make_model` raises it.
     """
     model, plan = job.config.model, job.towers
     if model.factory is not None:
         return make_model(job, device)
-    if not job.num_dense:
-        raise InputError(
-            "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
-            "your own model (model.factory)."
-        )
     options = ModelOptions(
         dense_arch_layer_sizes=model.dense_arch, over_arch_layer_sizes=model.over_arch, device=device
     )

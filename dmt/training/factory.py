@@ -215,7 +215,7 @@ def _checked_tables(place: str, model: nn.Module, job: Job) -> list[tuple[TableS
     beside = ""
     if has_towers and outside:
         wanted.append(EmbeddingBagCollection)
-        beside = f", one EmbeddingBagCollection of the features outside towers {outside!r:.99}"
+        beside = f", one EmbeddingBagCollection of the features outside towers ({shorten(outside, ', ')})"
     parts = sorted(_sparse_parts(model), key=lambda part: not isinstance(part, EmbeddingTowerCollection))
     if [type(part) for part in parts] != wanted:
         found = ", ".join(type(part).__name__ for part in parts) or "none"

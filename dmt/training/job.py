@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import shorten
 from dmt.plan.split_across_towers import split_tables
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
@@ -124,8 +125,14 @@ def make_job(
     ``sharding``: the plan of a job with equal tables, towers, topology and rules, None to make it.
 
     Raises:
-        InputError: a plan cannot be read, a plan or rule does not fit, or the optimizer has no moments to scale.
+        InputError: a plan cannot be read, a plan or rule does not fit, the optimizer has no moments to scale, or no
+            column is dense.
     """
+    if not num_dense and config.model.factory is None:
+        raise InputError(
+            "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
+            "your own model (model.factory)."
+        )
     if towers is None:
         towers, tables = _in_towers(config, tables, data)
     if towers is not None and towers.num_towers != config.topology.num_towers:
@@ -206,8 +213,8 @@ def _in_towers(
                     f"it cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each must "
                     "be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
                 )
-        if config.towers.outside != "none":
-            place += f", towers.outside={config.towers.outside!r:.100}"
+        if (given := config.towers.outside) != "none":
+            place += f", towers.outside={given if isinstance(given, str) else shorten(given, ', ')}"
             outside = dict.fromkeys(_outside(config, plan, tables, data))
             inside = [table for table in tables if not outside.keys() >= set(table.feature_names)]
             plan = _dealt(config, inside, data) or plan

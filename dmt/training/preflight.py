@@ -97,8 +97,8 @@ def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None
     needed = num_ranks * config.train.batch_size
     if rows is not None and rows < needed:
         raise InputError(
-            f"There are {rows} training rows, fewer than one step takes: {num_ranks} ranks x train.batch_size="
-            f"{config.train.batch_size} = {needed}. Lower train.batch_size, give more data, or "
+            f"The data has {counted(rows, 'training row')}, fewer than one step takes: {counted(num_ranks, 'rank')} x "
+            f"train.batch_size={config.train.batch_size} = {needed:,}. Lower train.batch_size, give more data, or "
             "correct data.split_column."
         )
 

@@ -49,9 +49,9 @@ def test_complexity() -> None:
         (["demo", "model.archs=dlrm"], "error: Config key 'model.archs' is unknown. Did you mean 'arch'?"),
         (["demo", "model.arch=dlrm"], "model.arch='dlrm': the demo compares a shipped multi-tower model"),
         (["demo", "towers.plan=plan.json"], "The demo sets towers.plan itself"),
-        (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
+        (["demo", "train.batch_size=1000000"], "1,000,000 training rows, fewer than one step takes: 4 ranks x"),
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
-        (["plan", "demo", "model.arch=dlrm", "data.synthetic.num_dense=0"], "The data has no dense column"),
+        (["plan", "demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
     ],
 )
 def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,7 @@ def test_tower_modules_are_checked_before_training(factory: str, options: dict[s
 
 
 def test_features_outside_towers_need_a_collection_of_their_own() -> None:
-    with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \('C8',\) and"):
+    with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \(C8\) and"):
         check_model(job_of("in_towers", in_towers=True, towers={"outside": ["C8"]}))
 
 

@@ -92,7 +92,7 @@ def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"towers": {"plan": "nowhere.json"}}, r"towers\.plan='nowhere\.json': Tower plan nowhere\.json: cannot be read"),
-    ({"topology": {"num_towers": 8}}, r"num_towers=8 must be 1 to 6, the number of features or tab"),
+    ({"topology": {"num_towers": 8}}, r"num_towers=8 must be 1 to the number of features or tables, 6"),
     ({"optimizer": {"sparse": "adam"}}, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
     ({"model": {"c": 0, "p": 0}}, r"c \+ p=0 is invalid"),
     ({"sharding": {"memory_gib": 1e-7}}, r"memory_per_rank=107 bytes have.* A rank must hold .* of table 't_C\d'"),

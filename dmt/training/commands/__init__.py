@@ -455,7 +455,7 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 
         check_output_files({"--out": (out, "file of predictions")}, [model, data])
         scored = score(model, out, data_path=data, functions=function)
-    lines, metrics = [f"{scored.num_rows:,} rows. Written to {out}."], scored.metrics
+    lines, metrics = [f"{counted(scored.num_rows, 'row')}. Written to {out}."], scored.metrics
     if metrics is None:
         lines.append("The rows have no label, so there are no metrics.")
     else:

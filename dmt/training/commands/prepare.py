@@ -56,7 +56,7 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     if shown != notes:
         lines.append(f"- {counted(len(notes), 'note')} in full: see summary.notes in {out / 'manifest.json'}")
     if record["rejects"]:
-        lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
+        lines.append(f"{counted(record['rejects'], 'row')} left out: see {out / 'rejects.csv'}")
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
     share = f" ({positives / parts['train']:.1%} with label 1)" if parts["train"] else ""
     title = f"{parts['train']:,} training rows{share} and {parts['eval']:,} evaluation rows"
