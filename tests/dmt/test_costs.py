@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.plan.tables import table_specs
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
+from dmt.sharding.schemes import SCHEMES, TablePlacement
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -100,26 +100,6 @@ def test_shards_of_a_placement() -> None:
     loads = MODEL.shards(TABLE, TablePlacement(scheme="column_wise", ranks=(3, 1)))
     assert [rank for rank, _ in loads] == [3, 1]
     assert loads[0][1] == MODEL.shard(TABLE, "column_wise", 1000, 4)
-
-
-def spec(rows: int = 10, columns: int = 8) -> TableSpec:
-    return TableSpec(name="t", num_embeddings=rows, embedding_dim=columns, feature_names=("f",))
-
-
-@pytest.mark.parametrize(
-    ("placement", "cells"),
-    [
-        (TablePlacement(scheme="table_wise", ranks=(1,)), 80),
-        (TablePlacement(scheme="column_wise", ranks=(1, 0)), 80),
-        (TablePlacement(scheme="row_wise", ranks=(0, 1, 2)), 80),
-        (TablePlacement(scheme="data_parallel", ranks=(0, 1)), 160),
-    ],
-)
-def test_shards_cover_a_table_once_and_data_parallel_on_every_rank(placement: TablePlacement, cells: int) -> None:
-    shards = table_shards(spec(), placement)
-    assert [shard.rank for shard in shards] == list(placement.ranks)
-    assert sum(shard.rows * shard.columns for shard in shards) == cells
-    assert all(shard.columns % 4 == 0 for shard in shards)
 
 
 AVERAGED = [

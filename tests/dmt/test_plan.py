@@ -278,6 +278,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no shards": (lambda: cut("ad"), r"column shards are \[\]"),
     "shard in no tower": (lambda: plan(["a[0:4]"], column_splits={"a": (4, 4)}), r"in no tower: \['a\[4:8\]'\]"),
     "one shard": (lambda: plan(["a[0:4]"], column_splits={"a": (4,)}), r"\['a'\]=\[4\] .* must list at least two posi"),
+    "whole table of shards": (
+        lambda: plan(["a[0:4]"], ["a[4:8]"], column_splits={"a": (4, 4)}).tables_by_tower([table("ta", "a")]),
+        r"cuts the table of feature 'a' into column shards .* plan\.split_tables"),
     "shards of a shared table": (lambda: cut("x", 8, 8), r"'t_xy' is shared by \['x', 'y'\] and cannot be cut"),
     "forward format": (lambda: ExchangePrecision(forward="f16"), "forward='f16' is unknown; .* mean 'fp16'"),  # type: ignore[arg-type]
     "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]

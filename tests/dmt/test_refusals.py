@@ -5,7 +5,6 @@ All cases run on the same two ranks, and every rank must be told: a rank that is
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,7 +46,6 @@ from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
-from dmt.sptt.options import REFUSALS, refuse
 from dmt.sptt.towers import clip_grad_norm
 from tests.dmt.test_dataflow import flat_torchrec
 from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables, sequence_config
@@ -410,6 +408,9 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         r"FlatModel has a ShardedEmbeddingBagCollection, .* once per micro-batch\. Shard all its tables with dmt's"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
+    "hot rows, global ids": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
+    "hot replicas": (lambda job: HotRows(sharded(replace(COPIES, kind="flat"), job.copies), job.copies),
+                     "hot rows need num_replicas=1"),
     "hot pair": (lambda job: hot(job, replace(FLAT, plan=((0, 1), (3, 2)), collections=2)), "has 2. Merge several"),
     "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
     **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value!r} mu")
@@ -549,21 +550,3 @@ def test_groups_of_one_rank_are_made_once_and_all_have_the_timeout_of_the_job(
     sizes: tuple[int, int, int], number: int
 ) -> None:
     assert run_ranks(groups_on_rank, 4, *sizes) == [number] * 4
-
-
-def test_pairs_of_options_are_refused_and_each_alone_goes() -> None:
-    on = {
-        "id_route": "global",
-        "unique": True,
-        "hot_rows": True,
-        "num_replicas": 2,
-        "has_towers": True,
-        "sequences": True,
-    }
-    for pair in itertools.combinations(on, 2):
-        given = {name: on[name] for name in pair}
-        if pair in REFUSALS or pair[::-1] in REFUSALS:
-            with pytest.raises(InputError, match="Leave out one of the two"):
-                refuse(**given)
-        else:
-            refuse(**given)
