@@ -103,27 +103,10 @@ def test_the_plan_records_how_it_was_made_and_survives_a_file(tmp_path):
     json.loads((tmp_path / "towers.json").read_text(), parse_constant=pytest.fail)  # No NaN in the file.
 
 
-def test_features_of_a_shared_table_stay_together():
-    affinity, groups = planted_affinity(12, 3, seed=0)
-    names = list(affinity.features)
-    # The table joins two features of different groups, which would be parted without it.
-    pair = next([a, b] for a in names for b in names if groups[a] != groups[b])
-    rest = [name for name in names if name not in pair]
-    tables = [TableSpec(name="shared", num_embeddings=10, embedding_dim=4, feature_names=tuple(pair))]
-    tables += tables_of(rest)
-    plan = TowerPartitioner(num_towers=3).fit(affinity, tables=tables)
-    assert sum(set(pair) <= set(tower) for tower in plan.to_lists()) == 1
-    assert [len(t) for t in plan.tables_by_tower(tables)] in ([4, 4, 3], [4, 3, 4], [3, 4, 4])
-    for known, what in ((tables, r"11 groups of features \(of a shared table"), ([], "12 features to place")):
-        with pytest.raises(InputError, match=rf"num_towers=13 exceeds the {what}"):
-            TowerPartitioner(num_towers=13).fit(affinity, tables=known)
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"num_towers": 0}, r"num_towers: .* \(got 0\)"),
-        ({"num_towers": 2.0}, r"num_towers: .* \(got 2\.0\)"),
         ({"num_towers": 2, "seed": 2**32}, r"seed: .* \(got 4294967296\)"),
         ({"num_towers": 2, "strategy": "coherant"}, r"strategy: .*'coherent'.* \(got 'coherant'\)"),
         ({"num_towers": 2, "balance_ratio": 0.5}, r"balance_ratio: .* \(got 0\.5\)"),
