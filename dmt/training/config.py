@@ -82,7 +82,7 @@ class ModelConfig(Section):
     @property
     def output_dim(self) -> int:
         """D: ``tower_dim``, or its default."""
-        return self.tower_dim or max(1, self.embedding_dim // 2)
+        return self.tower_dim or self.embedding_dim // 2
 
     @property
     def outside_dim(self) -> int | None:
@@ -338,9 +338,6 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
-    wrapped = refusals(
-        unique=sharding.unique, hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers
-    )
     return [
         (
             model.has_towers and is_flat,
@@ -362,7 +359,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
             "sharding.scheme='planner' is TorchRec's planner, for sharding.dataflow='flat', but this run has the tower "
             "dataflow. Use 'auto'.",
         ),
-        *([] if is_flat else wrapped),
+        *refusals(hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers),
         (
             train.dense_reduce != "ring" and places.num_hosts == 1,
             f"train.dense_reduce={train.dense_reduce!r} reduces inside each host and then between hosts, but topology "
@@ -435,7 +432,7 @@ def shipped_configs() -> list[str]:
 
 def _read(path: str | Path) -> dict[str, Any]:
     file = Path(path)
-    if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
+    if not file.exists() and str(path) in shipped_configs():
         file = Path(__file__).parent / "configs" / f"{path}.toml"
     return read_file(file, "TOML", place=f"Config {path}", remedy=f"Give a TOML file or one of {shipped_configs()}.")
 

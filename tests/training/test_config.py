@@ -83,6 +83,7 @@ def test_overrides(override: str, read: Any, value: Any, monkeypatch: pytest.Mon
         ("train.output_dir=$NOWHERE/out", r"'\$NOWHERE/out' is empty, or names an environment variable that is not"),
         ("train.output_dir=$EMPTY_OF_TEST", r"train\.output_dir: '\$EMPTY_OF_TEST' is empty, or names"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
+        ("model.options={a = 1}", r"model\.options=\{'a': 1\} are settings of your own model"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"='flat' cannot train a multi-tower model, but model\.arch='dmt-dlrm' is one"),
         # not an override, and sections and values mixed up
@@ -103,6 +104,14 @@ def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monk
     (tmp_path / "demo").write_text("[train]\nepochs = 9\n", encoding="utf-8-sig")  # as Windows writes it
     monkeypatch.chdir(tmp_path)
     assert load_config("demo").train.epochs == 9
+
+
+def test_prepared_rows_replace_the_raw_ones_of_a_file_and_are_read_in_its_order(tmp_path: Path) -> None:
+    file, prepared = tmp_path / "raw.toml", ["data.prepared=p", "data.shuffle_seed=3"]
+    file.write_text(to_toml(TrainingConfig.model_validate({"data": {**COLUMNS, "shuffle_rows": 7}})))
+    assert load_config(file, prepared).data == DataConfig(prepared="p", shuffle_rows=7, shuffle_seed=3)
+    with pytest.raises(InputError, match="label does not apply to kind='prepared'"):
+        load_config(file, [*prepared, "data.label=y"])
 
 
 @pytest.mark.parametrize(
@@ -155,6 +164,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dlrm sptt", {"hot_rows": HOT, "topology": PAIR}, "hot rows need num_replicas=1"),
     ("dmt-dcn sptt", {"topology": PAIR, "replicas": {"sync_every": 4}, "train": {"eval_every": 6}}, "not a multiple"),
     ("dmt-dlrm sptt", {"sharding": {"tables": {"*": "fused_uvm"}}, "topology": PAIR}, "read whole"),
+    ("dlrm sptt", {"sharding": {"dataflow": "sptt", "tables": {"*": "fused_uvm"}}, "hot_rows": HOT}, "read whole"),
     (
         "dmt-dlrm sptt",
         {"topology": {"num_towers": 1}, "train": {"dense_reduce": "hierarchical"}},

@@ -447,6 +447,9 @@ def test_folders_that_spark_writes_are_read(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "day.parquet" / "hour=1").mkdir()
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):
         matching_files(str(tmp_path / "day.parquet"))
+    (named := tmp_path / "day[2]" / "a.csv").parent.mkdir()
+    named.touch()
+    assert matching_files(str(named.parent)) == [str(named)]
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"^--data: .*gone.parquet .* is a broken link. Repair or remove the link.$"):
         expand_path("--data", f"{tmp_path}/g*.parquet", columns=True)
