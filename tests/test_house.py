@@ -191,11 +191,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_958, 132),  # 20_500, 136
+    "the library": (25_952, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
     "dmt/plan": (771, 5),  # 600, 5
     "dmt/sharding": (2_057, 10),  # 1_750, 10
-    "dmt/sptt": (3_499, 17),  # 2_900, 18
+    "dmt/sptt": (3_493, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
     "dmt/hot_rows": (944, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5

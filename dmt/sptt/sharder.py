@@ -242,8 +242,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
     def kernel_settings(self, weight: Tensor, scheme: str) -> dict[str, Any]:
         """Returns the fused-optimizer settings of a table's kernel, with the moment scale applied."""
-        settings, scale = fused_settings(weight, self.fused_params), self._scale(weight, scheme)
-        return settings if scale == 1.0 else moment_scaled(settings, scale)
+        return moment_scaled(fused_settings(weight, self.fused_params), self._scale(weight, scheme))
 
     def _scale(self, weight: Tensor, scheme: str) -> float:
         """Returns the factor c of a table's moments; 1 for data-parallel tables."""

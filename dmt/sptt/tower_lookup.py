@@ -111,11 +111,9 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, start_mean)
 
     def reset_parameters(self) -> None:
-        """Initializes this rank's shards with each table's ``init_fn``, unless on meta."""
+        """Initializes this rank's shards with each table's ``init_fn``."""
         for table in self._configs:
-            weight = self.embedding_bags[table.name].weight
-            if not weight.is_meta:
-                table.init_fn(weight)
+            table.init_fn(self.embedding_bags[table.name].weight)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Starts the id exchange inside the group."""

@@ -246,8 +246,6 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
 
 def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
     """Moves a tower module to the device; parts built on meta get memory and initial values."""
-    if device.type == "meta":
-        return module
     for part in module.modules():
         tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         if any(tensor.is_meta for tensor in tensors):
@@ -328,8 +326,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Returns the squared norm of the gradients, a float64 scalar, so that the sum over ranks rounds little."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = get_total_norm(gradients) if gradients else torch.zeros(())
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.to(device, torch.float64).square()
 
 
