@@ -190,8 +190,11 @@ def test_an_unsharded_state_loads_into_the_sharded_model(rank: int) -> None:
         model, state = shard(case, build(case), mesh), build(case).state_dict()
         state = gather_objects(state, mesh.global_group)[0]  # each rank has drawn its own
         assert not any(model.load_state_dict(dict(state))), "keys of other towers are not unexpected"
+        others = {name: value + 1 for name, value in state.items() if "t1" not in name}
+        found = gather_objects(model.load_state_dict(dict(others), strict=False).missing_keys, mesh.global_group)
+        assert {key.rpartition(".")[0][-2:] for missing in found for key in missing} == {"t1"}
         after = gather_plain_state(model)
-        assert all(torch.equal(after[name], value) for name, value in state.items())
+        assert all(torch.equal(after[name], others.get(name, value)) for name, value in state.items())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

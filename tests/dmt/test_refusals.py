@@ -336,6 +336,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for name, value, kind, attempt in (
         ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
         ("mesh", "None", "TowerMesh", lambda job: HotRows(build(FLAT), None)),  # type: ignore[arg-type]
+        ("mesh", "TowerTopology", "TowerMesh", lambda job: ReplicaSync(build(FLAT), job.two.topology)),  # type: ignore[arg-type]
         ("topology", "TowerMesh", "TowerTopology", lambda job: TowerShardingPlanner(job.two)),  # type: ignore[arg-type]
         ("fused_params", "adam", "dict", lambda job: flat_sharder(job.two, fused_params="adam")),
         ("model", "tuple", "Module", lambda job: clip_grad_norm(iter(()), 1.0)),  # type: ignore[arg-type]
@@ -438,6 +439,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         lambda job, name=name, value=value: ReplicaSync(sharded(COPIES, job.copies), job.copies, **{name: value}),
         f"ReplicaSync: .*{name}={value!r}")
        for name, value in (("interval", 0), ("interval", 1.5), ("optimizer_state", "late"))},
+    "sync by another mesh": (lambda job: ReplicaSync(sharded(FLAT, job.two), job.copies), "ReplicaSync: shape.*absent"),
     "sync of a plain model": (lambda job: ReplicaSync(build(COPIES), job.copies), "the model has no tables that"),
     "dense precision": (lambda job: HierarchicalDataParallel(job.two, precision="fp8"), "'fp8' is unk"),  # type: ignore[arg-type]
     # Ranks that are told different things.

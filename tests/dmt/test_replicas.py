@@ -20,6 +20,7 @@ from dmt import HierarchicalDataParallel, InputError, ReplicaSync, TowerMesh, To
 from dmt.collectives import gather_objects
 from dmt.errors import ReplicaMismatchError
 from dmt.replicas import dense_reduce
+from dmt.replicas.sync import drifted
 from dmt.sptt.group_sharded import GroupSharded
 from dmt.sptt.state import checksum
 from dmt.testing import PlainTraining
@@ -40,8 +41,11 @@ def test_a_replica_that_differs_is_found_on_every_rank(rank: int) -> None:
     training.step(0)
     with pytest.raises(ReplicaMismatchError, match=r"t\d\.\w+ of rank \d differs from that of rank \d"):
         sync.check()  # between syncs they do differ
+    assert drifted(training.model)
     training.step(1)
     sync.check()
+    assert not drifted(training.model), "what was averaged can be saved"
+    assert not sync._states._works, "an average under way would be written over the next step"
     with TrafficMeter(host_of=lambda r: r // 2) as meter:
         sync.sync()
     mesh = training.mesh
@@ -129,10 +133,12 @@ def test_what_is_loaded_is_not_mixed_with_what_was_under_way(rank: int) -> None:
         assert torch.equal(one.tensor, loaded[one.name]), one.name
     training.step(2)
     assert sync._states._works
+    assert drifted(model), "delayed states lag behind"
     model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
     assert not sync._states._works, "a delayed mean of other states would be mixed into those that were loaded"
     sync.sync()
     sync.check()
+    assert not drifted(model)
 
 
 @on_ranks(4)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import fx, nn
+from torchrec.modules.embedding_configs import PoolingType
 
 from dmt.errors import InputError
 from dmt.models import (
@@ -103,6 +104,21 @@ def test_dmt_dlrm_without_compression_is_the_flat_dlrm(order, tables, dense_feat
     towered = DMTDLRM(tables=tables, tower_plan=order, dense_in_features=13, tower_dim=8, c=1, p=0, options=OPTIONS)
     _copy_flat_weights(flat, towered)
     assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
+
+
+def test_a_flat_model_pools_sequences_beside_bags(sparse_features):
+    """TorchRec's own configuration of a bag stays as it is."""
+    items = TableSpec(
+        name="t_items", num_embeddings=20, embedding_dim=8, feature_names=("f3", "f1"), sequences=(("f1", "f3"),)
+    )
+    arch = flat_sparse_arch([make_tables(3, pooling=PoolingType.MEAN)[2], items])
+    nn.init.zeros_(arch.pooling.attentions[0].score[-1].weight)  # the items of a history weigh the same
+    found = arch(sparse_features).to_dict()
+    bag, item = arch.bags.embedding_bags["t2"].weight, arch.embedding.embeddings["t_items"].weight
+    for name, weight, mode in (("f1", item, "mean"), ("f2", bag, "mean"), ("f3", item, "sum")):
+        ids = sparse_features[name]
+        expected = nn.functional.embedding_bag(ids.values(), weight, ids.offsets(), mode=mode, include_last_offset=True)
+        torch.testing.assert_close(found[name], expected, msg=name)
 
 
 def _spec(name, feature, dim=8):

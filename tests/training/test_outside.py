@@ -54,6 +54,8 @@ def test_bytes_of_a_table_by_hand() -> None:
     # As counted, also for a column shard; no more than samples and rows.
     found_rows = [counted.rows(*of) for of in (("f_a[0:4]", table("a", 100)), ("f_b", table("b", 9)))]
     assert found_rows == [2.5, 9]
+    of_bags = StepWorkload(batch_size=10, pooling_factors={"f_a": 1.5})
+    assert replace(unique, workload=of_bags).rows("f_a", table("a", 3)) == 10, "bags of several ids are unlike"
     one_host = TowerTopology(num_towers=2, ranks_per_tower=1, ranks_per_host=2)
     assert CrossingCosts(topology=one_host, workload=StepWorkload()).of(table("a", 1)) == (0, 0)
 
@@ -222,7 +224,7 @@ def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     work, other = work_of(job), work_of(without)
     across = [sum(load.uplink for load in one.sent.values()) for one in (work, other)]
     # Their vectors are as many and as wide as those that towers send for them.
-    assert work.model.dense_bytes == other.model.dense_bytes
+    assert (work.model.dense_bytes, work.output_bytes) == (other.model.dense_bytes, other.output_bytes)
     assert across[1] - across[0] == pytest.approx(saved)
     assert predict_step(job, load_cluster("a100")).compression_ratio == 2.0
     listed = job_of(outside=["C1"], tables=[replace(table, embedding_dim=16) for table in TABLES], **size)

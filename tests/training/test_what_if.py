@@ -111,6 +111,11 @@ def test_towers_get_distinct_inputs_at_most_as_many_as_rows() -> None:
     # In the second tower every feature is filled up to 16 rows of each of four ranks; half stays on its rank.
     assert work.sent["tower_outputs"].inside == 4 * 8 * 4 * (5 + 4 * 16) / 2
     assert work.embedding_bytes == 4 * 8 * 2 * 4 * 16
+    assert work.output_bytes == 4 * 8 * 5 * 16
+    # Only backward: a number of 4 bytes becomes one of 2 before the exchange, and one of 4 after it.
+    sharding["backward_precision"] = "bf16"
+    halved = work_of(make_job(small("dlrm", sharding=sharding), tables, 3, towers=towers))
+    assert (work.converted_bytes, halved.converted_bytes) == ((0, 0), (0, 2 * 6 * 8 * (5 + 16 + 16 + 4 + 4)))
 
 
 def test_a_model_may_read_all_columns_at_once() -> None:
