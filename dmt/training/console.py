@@ -78,21 +78,31 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
+def progress_bar(
+    items: Iterable[Any] | None = None,
+    *,
+    initial: int = 0,
+    total: int | None,
+    enabled: bool = True,
+    desc: str = "train",
+    unit: str = "step",
+    delay_s: float = 0,
+) -> Any:
     """Returns a tqdm bar on stderr from ``initial`` to ``total``; if that is None, it estimates no time left.
 
-    Without a terminal, it prints a line every 30 seconds instead. If not ``enabled``, it shows nothing.
+    With ``items``, it yields them and counts. It appears after ``delay_s`` seconds. Without a terminal, it prints a
+    line every 30 seconds instead. If not ``enabled``, it shows nothing.
     """
     from tqdm import tqdm
 
-    options: dict[str, Any] = {"desc": desc, "unit": unit, "initial": initial, "total": total}
+    options: dict[str, Any] = {"desc": desc, "unit": unit, "initial": initial, "total": total, "delay": delay_s}
     if sys.stderr.isatty():
         options |= {"mininterval": 1.0}
     else:
         # A pipe has no width, and a log needs no picture of a bar.
         form = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options |= {"mininterval": _LINE_EVERY_S, "maxinterval": _LINE_EVERY_S, "file": _Lines(), "bar_format": form}
-    return tqdm(**options, disable=not enabled)
+    return tqdm(items, **options, disable=not enabled)
 
 
 def table_console() -> Console:

@@ -19,6 +19,7 @@ from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operat
 from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
+from dmt.training.console import progress_bar
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, crossing_costs, make_job, step_workload
 
@@ -213,7 +214,8 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
     is_own, in_towers = run.config.model.factory is not None, run.config.model.has_towers
     has_any = not in_towers if is_own else len({table.embedding_dim for table in tables}) == 1
-    for name, settings in _ways(run) if has_any else ():
+    ways = list(_ways(run)) if has_any else []
+    for name, settings in progress_bar(ways, total=len(ways), desc="what-if", unit="way", delay_s=5):
         changed = changed_config(run.config, settings)
         key = f"{changed.topology!r} {changed.towers!r} {changed.sharding!r}"  # models do not matter for a plan
         try:
