@@ -161,30 +161,6 @@ def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
         assert max(seconds) < 1.1 * np.mean(seconds)
 
 
-def test_cheap_tables_are_replicated_and_large_ones_are_not() -> None:
-    tables = [table("small", rows=10), *(table(f"large{i}", rows=10_000_000) for i in range(8))]
-    workload = StepWorkload(batch_size=8192)
-    found = plan_tables(
-        [tables], one_tower(4), workload=workload, rules=ShardingRules(schemes=("table_wise", "data_parallel"))
-    )
-    assert found.placements["small"].scheme == "data_parallel"
-    assert all(found.placements[f"large{i}"].scheme == "table_wise" for i in range(8))
-
-
-def test_what_does_not_fit_or_is_too_much_for_a_rank_is_cut() -> None:
-    for rows, columns, batch, scheme in (
-        (400_000, 4, 1024, "table_wise"),
-        (400_000, 32, 1024, "column_wise"),
-        (4_000_000, 4, 1024, "row_wise"),
-    ):
-        work, room = StepWorkload(batch_size=batch), Hardware(memory_per_rank=30_000_000)
-        tables = [table("big", rows, columns), table("a", 10), table("b", 10)][: 1 + 2 * (scheme == "table_wise")]
-        found = plan_tables([tables], one_tower(4), workload=work, hardware=room)
-        assert found.placements["big"].scheme == scheme
-    found = plan_tables([[table("hot", 4_000_000)]], one_tower(4), workload=StepWorkload(batch_size=65536))
-    assert found.placements["hot"].scheme == "column_wise"
-
-
 def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 equal tables on 2 ranks: 7 and 6 of them, or halves of all; with 60 us of collectives that is 2 % less."""
     alike = [table(f"t{i}", 1000, 32) for i in range(13)]
@@ -245,15 +221,6 @@ def test_rules_for_tables() -> None:
     # All of them pinned: only the report.
     again = plan_tables([tables], one_tower(4), rules=ShardingRules(tables=found.placements))
     assert again.ranks == found.ranks
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_one_scheme_for_all_that_can_have_it(scheme: str) -> None:
-    tables = [table("wide"), table("narrow", rows=3, columns=4)]
-    found = plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=(scheme,)))
-    assert found.placements["wide"].scheme == scheme
-    expected = scheme if scheme in ("table_wise", "data_parallel") else "table_wise"
-    assert found.placements["narrow"].scheme == expected
 
 
 def pinned(scheme: str, *ranks: int) -> TablePlacement:
