@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tomli_w
 
 from dmt.errors import InputError
 from dmt.partitioner import PartitionRules
@@ -80,32 +81,16 @@ def test_rules_that_do_not_fit_the_features_are_refused(rules, message):
 
 
 def test_a_file_holds_every_rule(tmp_path):
-    path = tmp_path / "rules.toml"
-    path.write_text(
-        """
-        together = [["item_*"]]
-        apart = [["user_id", "item_id"], ["hour", "user_age"]]
-        max_work_ratio = 1.5
-        max_tower_bytes = 8_000_000_000
-
-        [categories]
-        user = ["user_*", "hour"]
-        "item-user" = ["item_*"]
-
-        [towers_per_category]
-        user = 2
-        "item-user" = 1
-        """,
-        encoding="utf-8",
-    )
-    assert PartitionRules.load(path) == PartitionRules(
-        categories={"user": ["user_*", "hour"], "item-user": ["item_*"]},
-        towers_per_category={"user": 2, "item-user": 1},
-        together=[["item_*"]],
-        apart=[["user_id", "item_id"], ["hour", "user_age"]],
-        max_work_ratio=1.5,
-        max_tower_bytes=8_000_000_000,
-    )
+    rules = {
+        "categories": {"user": ["user_*", "hour"], "item-user": ["item_*"]},
+        "towers_per_category": {"user": 2, "item-user": 1},
+        "together": [["item_*"]],
+        "apart": [["user_id", "item_id"], ["hour", "user_age"]],
+        "max_work_ratio": 1.5,
+        "max_tower_bytes": 8_000_000_000,
+    }
+    (tmp_path / "rules.toml").write_text(tomli_w.dumps(rules))
+    assert PartitionRules.load(tmp_path / "rules.toml") == PartitionRules(**rules)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import tomllib
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from dmt.errors import InputError
 from dmt.simulator.cluster import load_cluster, save_cluster, shipped_clusters
@@ -39,29 +43,25 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("name", "value", "words"),
     [
-        ("matmul_flops = 0", r"matmul_flops: Input should be greater than 0 \(got 0"),
-        ("matmul_flops = inf", r"matmul_flops: Input should be a finite number"),
-        ("step_s = -1.0", r"step_s: Input should be greater than or equal to 0 \(got -1"),
-        ("ranks_per_host = -1", r"ranks_per_host: Input should be greater than 0"),
-        ("matmul_flop = 1.0", r"matmul_flop: Unexpected keyword argument"),
-        ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s: Input should be greater than or equal to 0"),
-        ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s: Input should be greater than 0"),
-        ("[exchange.uplink_by_ranks]\nmany = 0.5", r"exchange\.uplink_by_ranks\.many.*: Input should be a valid int"),
-        ("[exchange.uplink_by_ranks]\n8 = 1.5", r"exchange\.uplink_by_ranks\.8: Input should be less than or equal"),
+        ("matmul_flops", 0, r"matmul_flops: Input should be greater than 0 \(got 0"),
+        ("matmul_flops", math.inf, r"matmul_flops: Input should be a finite number"),
+        ("step_s", -1.0, r"step_s: Input should be greater than or equal to 0 \(got -1"),
+        ("ranks_per_host", -1, r"ranks_per_host: Input should be greater than 0"),
+        ("matmul_flop", 1.0, r"matmul_flop: Unexpected keyword argument"),
+        ("exchange.latency_s", -1e-6, r"exchange\.latency_s: Input should be greater than or equal to 0"),
+        ("all_reduce.host_bytes_per_s", 0.0, r"all_reduce\.host_bytes_per_s: Input should be greater than 0"),
+        ("exchange.uplink_by_ranks.many", 0.5, r"exchange\.uplink_by_ranks\.many.*: Input should be a valid int"),
+        ("exchange.uplink_by_ranks.8", 1.5, r"exchange\.uplink_by_ranks\.8: Input should be less than or equal"),
     ],
 )
-def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:
+def test_nonsense_is_named(name: str, value: float, words: str, tmp_path: Path) -> None:
     save_cluster(A100, tmp_path / "c.toml")
-    lines = (tmp_path / "c.toml").read_text().splitlines()
-    header, own = line.split("\n") if line.startswith("[") else ("", line)
-    start = lines.index(header) + 1 if header else 0
-    key = own.partition(" ")[0]
-    end = next((i for i in range(start, len(lines)) if lines[i].startswith("[")), len(lines))
-    kept = [old for i, old in enumerate(lines) if not (start <= i < end and old.partition(" ")[0] == key)]
-    kept.insert(start, own)
-    (tmp_path / "c.toml").write_text("\n".join(kept))
+    record = tomllib.loads((tmp_path / "c.toml").read_text())
+    *parts, key = name.split(".")
+    reduce(dict.__getitem__, parts, record)[key] = value
+    (tmp_path / "c.toml").write_text(tomli_w.dumps(record))
     with pytest.raises(InputError, match=words):
         load_cluster(tmp_path / "c.toml")
 
