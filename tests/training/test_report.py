@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 
-from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -56,12 +55,6 @@ def sharding_of(plan):
     return plan_tables(plan.tables_by_tower(tables), topology)
 
 
-def test_the_standard_error_is_hanley_and_mcneils():
-    # By hand for A = 3/4 and 10 rows of each label: Q1 = 3/5, Q2 = 9/14, A^2 = 9/16, so the numerator is
-    # 3/16 + 9 * (3/80) + 9 * (9/112) = 0.1875 + 0.3375 + 0.723214... = 1.248214...; over 100, the root is 0.111724.
-    assert auc_standard_error(0.75, num_rows=20, label_rate=0.5) == pytest.approx(0.111724, abs=5e-7)
-
-
 @pytest.mark.parametrize(
     ("difference", "claimed"), [(0.0, None), (+0.9, None), (-0.9, None), (+1.1, "higher"), (-2.5, "lower")]
 )
@@ -74,12 +67,6 @@ def test_a_difference_of_auc_is_claimed_only_beyond_its_noise(difference, claime
     assert finding.auc_noise == pytest.approx(error, rel=0.02)
 
 
-def test_aucs_that_cannot_be_compared_are_not():
-    finding = compare_runs(dict.fromkeys(("flat", "towers"), result(math.nan, rate=0.0)))
-    assert finding.within_noise
-    assert math.isnan(finding.auc_difference)
-
-
 def record(folder, *lines):
     """The ``metrics.jsonl`` of a run."""
     folder.mkdir(parents=True)
@@ -87,7 +74,7 @@ def record(folder, *lines):
     return folder
 
 
-def test_any_curves_are_drawn_and_other_folders_and_endings_refused(tmp_path):
+def test_any_curves_are_drawn(tmp_path):
     assert smooth(np.array([0.0, 3.0, 6.0, 0.0, 1.0])).tolist() == [0.0, 3.0, 3.0, 7 / 3, 1.0]
     evaluation = {"step": 7, "eval/auc": 0.7, "eval/ne": 0.9, "eval/num_rows": 2000.0, "eval/label_rate": 0.25}
     flat = record(tmp_path / "flat", {"step": 5, "train/loss": 0.7}, evaluation, {**evaluation, "step": 9})
@@ -95,12 +82,6 @@ def test_any_curves_are_drawn_and_other_folders_and_endings_refused(tmp_path):
     diverged = record(tmp_path / "diverged", {"step": 7, "train/loss": math.nan})
     for runs in ({"flat": flat, "one": one}, {"diverged": diverged}):
         assert plot_curves(runs, tmp_path / "new" / "curves.png").read_bytes()[:8] == PNG
-    for folder, picture, message in (
-        (tmp_path / "nowhere", "curves.png", r"nowhere/metrics\.jsonl cannot be read \(No such file.*output_dir"),
-        (flat, "curves.doc", r"Picture .*curves\.doc: cannot be written \(Format .* not supp.*png"),
-    ):
-        with pytest.raises(InputError, match=message):
-            plot_curves({"run": folder}, tmp_path / picture)
 
 
 def page_of(folder, runs, towers, **plan):
@@ -142,3 +123,4 @@ def test_what_is_not_known_is_a_dash_and_makes_no_claim(tmp_path):
     assert "two features of one tower -" in text
     assert "AUC - - -" in text
     assert "not known difference of AUC" in text
+    assert "the two cannot be compared" in text

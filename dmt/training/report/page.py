@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
 from dmt.formatting import counted
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
@@ -225,7 +224,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format. Returns ``path``.
 
     Raises:
-        InputError: a folder has no readable curves, the picture format is unknown, or ``path`` cannot be written.
+        InputError: the picture format is unknown, or ``path`` cannot be written.
     """
     curves = {name: _read_curves(folder) for name, folder in runs.items()}
     figure = new_figure(8.4, 6.2)
@@ -259,11 +258,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _read_curves(folder: Path) -> dict[str, Curve]:
-    try:
-        recorded = read_curves(folder)
-    except OSError as error:
-        reason = f"{folder / 'metrics.jsonl'} cannot be read ({error.strerror})"
-        raise InputError(f"plot_curves: {reason}. Give the output_dir of a training run.") from error
+    recorded = read_curves(folder)
     curves = {key: np.array(recorded.get(key, []), dtype=np.float64).reshape(-1, 2) for key, _ in _PANELS}
     finite = {key: curve[np.isfinite(curve[:, 1])] for key, curve in curves.items()}
     return {key: curve for key, curve in finite.items() if len(curve)}
