@@ -37,7 +37,8 @@ _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent random streams of one se
 _PROBE_ROWS = 32_768
 _MAIN_WEIGHT = 0.5  # weight of a group's main effect; its products have weight 1
 _ZIPF = 1.05  # exponent
-_NOISE = 0.3  # standard deviation of the logit's unpredictable part
+_SIGNAL = 1.3  # standard deviation of the logit's predictable part
+_NOISE = 0.3  # of its unpredictable part
 _BASE_RATE = 0.25  # share of clicks
 _MOST_IDS = 3  # of a bag
 
@@ -48,7 +49,6 @@ class SyntheticClicks:
     Args:
         config: sizes and seed.
         correlation: rho, the share of a feature's variance that comes from its group's hidden variable.
-        signal: standard deviation of the predictable part of the logit; a larger one makes labels easier to predict.
 
     Example:
         >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
@@ -58,8 +58,8 @@ class SyntheticClicks:
         (1024, 20)
     """
 
-    def __init__(self, config: SyntheticConfig, *, correlation: float = 0.9, signal: float = 1.3) -> None:
-        self.config, self._correlation, self._signal = config, correlation, signal
+    def __init__(self, config: SyntheticConfig, *, correlation: float = 0.9) -> None:
+        self.config, self._correlation = config, correlation
         self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
         self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])
@@ -100,7 +100,7 @@ class SyntheticClicks:
         rng = np.random.default_rng([self.config.seed, _PROBE, 0])
         _, logits = self._draw(rng, _PROBE_ROWS)
         spread = float(logits.std())
-        scale = self._signal / spread if spread else 0.0
+        scale = _SIGNAL / spread if spread else 0.0
         centered = logits * scale + _NOISE * rng.normal(size=_PROBE_ROWS)
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection: the share of clicks grows with the intercept
