@@ -32,10 +32,10 @@ from dmt.sptt.outside import OutsideCollectionSharder
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import DeviceType, current_device, on_all_ranks
+from dmt.training.device import current_device, on_all_ranks
 from dmt.training.factory import make_model, with_own_values, without_tables
 from dmt.training.flat import shard_flat
-from dmt.training.job import Job, check_table_optimizer
+from dmt.training.job import Job
 
 __all__ = [
     "DENSE_OPTIMIZERS",
@@ -174,15 +174,11 @@ class ScheduledOptimizer(CombinedOptimizer):
         self.set_step(self.steps + 1)
 
 
-def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[str, Any]:
+def fused_params(config: OptimizerConfig) -> dict[str, Any]:
     """Returns FBGEMM's settings for the fused optimizer of the tables.
 
     Data-parallel tables take the same settings (`dmt.sharding.data_parallel`).
-
-    Raises:
-        InputError: FBGEMM has no kernel for this optimizer on ``device``, where the tables live.
     """
-    check_table_optimizer(config, device)
     optimizer = EmbOptimType(FBGEMM_NAMES[config.sparse])
     return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": _SPARSE_EPS}
 
@@ -201,7 +197,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         model = on_all_ranks(lambda: with_own_values(job), mesh)
     task = ClickTask(build_model(job, device="meta") if model is None else model)
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
-    fused = fused_params(config.optimizer, job.device_type)
+    fused = fused_params(config.optimizer)
     if config.dataflow == "flat":
         sharders, plan = shard_flat(job, task, mesh, fused)
     else:

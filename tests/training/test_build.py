@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import socket
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,21 +22,14 @@ from dmt.sptt import peer_exchange
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import PeerExchange, Pending
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
-from dmt.training.build import ClickTask, build_model, count_model, fused_params, shard_model
-from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.data.batch import ClickBatch
+from dmt.training.build import ClickTask, build_model, count_model, shard_model
+from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, open_job, open_unsharded
 from dmt.training.preflight import Place, check_memory, memory_limit, this_place
 from tests.ranks import run_ranks
 from tests.training.small import new_run, plain, small, source, train_loop, train_on_union
 
-CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
-
-
-def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[ClickBatch]:
-    size = config.train.batch_size
-    return source(config).batches("train", rank=rank, world_size=world_size, batch_size=size)
 
 
 # Pure arithmetic first.
@@ -114,13 +106,6 @@ def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
     assert all(p.is_meta for p in built.parameters())
     kernels = [tuple(p.shape) for name, p in built.named_parameters() if "V_kernels" in name]
     assert kernels == {"dcn": [(2, 56)], "dmt-dcn": [(2, 24), (2, 24), (2, 12)]}.get(arch, [])  # one layer of rank 2
-
-
-def test_an_optimizer_without_a_cpu_kernel_is_refused() -> None:
-    with pytest.raises(InputError, match=r"optimizer\.sparse='adam': .* no CPU kernel.* \['rowwise_adagrad', 'adagr"):
-        fused_params(OptimizerConfig(sparse="adam"))
-    for name in ("rowwise_adagrad", "adagrad", "sgd"):
-        assert fused_params(OptimizerConfig(sparse=name))["learning_rate"] == 0.05
 
 
 # Then ranks.
@@ -264,7 +249,7 @@ def events_on_rank(rank: int, arch: str) -> list[str]:
     model = shard_model(open_job(config), TowerMesh(config.topology.build()))
     model.module.model.dense_arch.register_forward_hook(dense)
     with patch.object(PeerExchange, "__call__", begin), patch.object(peer_exchange, "Pending", pending):
-        model(next(batches(config, rank, 2)))[0].backward()
+        model(next(source(config).batches("train", rank=rank, world_size=2, batch_size=16)))[0].backward()
     return events
 
 

@@ -157,7 +157,7 @@ def _plan_flat(job: Job) -> TowerShardingPlan:
     from dmt.training.build import build_model, fused_params
     from dmt.training.flat import plan_flat
 
-    fused = fused_params(job.config.optimizer, job.device_type)
+    fused = fused_params(job.config.optimizer)
     plans = plan_flat(job, build_model(job, device="meta"), fused).plan.values()
     rules = {
         name: TablePlacement(scheme=placed.sharding_type, ranks=tuple(dict.fromkeys(placed.ranks)))
