@@ -48,13 +48,13 @@ TWO_ON_A_HOST = {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2}
 # arch, then the sections of the config
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "a mix": ("dmt-dcn", {"sharding": {"tables": placed("row_wise", "data_parallel", "data_parallel", "table_wise")}}),
-    "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
+    "flat dataflow, 16 bits": (
+        "dlrm",
+        {"sharding": {"dataflow": "flat", "scheme": "table_wise", "forward_precision": "bf16"}},
+    ),
     "cut table, 16 bits": (
         "dcn",
-        {
-            "sharding": {"scheme": "table_wise", "forward_precision": "fp16"},
-            "towers": {"plan": "cut"},
-        },
+        {"sharding": {"scheme": "table_wise", "forward_precision": "fp16"}, "towers": {"plan": "cut"}},
     ),
     # All but the gradients of the dense part weighs on the second tower.
     BUSIEST: (
@@ -81,26 +81,11 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "train": {"micro_batches": 2},
         },
     ),
-    "two towers on a host": (
-        "dmt-dlrm",
-        {
-            "topology": TWO_ON_A_HOST,
-            "train": {"dense_reduce": "hierarchical"},
-        },
-    ),
-    "sequences": (
-        "dmt-dlrm",
-        {
-            **LISTS,
-            "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
-        },
-    ),
+    "two towers on a host": ("dmt-dlrm", {"topology": TWO_ON_A_HOST, "train": {"dense_reduce": "hierarchical"}}),
+    "sequences": ("dmt-dlrm", {**LISTS, "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}}}),
     "flat sequences": (
         "dlrm",
-        {
-            **LISTS,
-            "sharding": {"dataflow": "flat", "scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
-        },
+        {**LISTS, "sharding": {"dataflow": "flat", "scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}}},
     ),
     "sequences, two towers on a host": (
         "dmt-dcn",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt import TowerPlan, TrafficMeter
+from dmt import TowerPlan
 from dmt.errors import InputError
 from dmt.sharding.costs import Hardware
 from dmt.sptt.mesh import TowerMesh
-from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
 from dmt.training.affinity import affinity_of_run
-from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.preflight import checked_model
 from tests.ranks import run_ranks
-from tests.training.small import plain, small, source
+from tests.training.small import plain, small
+from tests.training.test_build import FEATURES, SOME_CUT
 
-FEATURES = [f"C{i}" for i in range(1, 7)]
 REST = FEATURES[1:]
-# Whole tables among column shards; C6 has bags. The flat model joins the shards of a table.
-SOME_CUT = TowerPlan.from_lists(
-    [["C6[4:12]", "C1[12:16]", "C3", "C2"], ["C6[0:4]", "C4", "C1[0:12]", "C6[12:16]", "C5"]],
-    column_splits={"C1": (12, 4), "C6": (4, 8, 4)},
-)
 
 
 def cuts(towers: list[list[str]], *widths: int) -> TowerPlan:
@@ -42,21 +33,15 @@ def cuts(towers: list[list[str]], *widths: int) -> TowerPlan:
     return TowerPlan.from_lists(towers, column_splits={towers[0][0].partition("[")[0]: widths})
 
 
-def save_plan(folder: Path, plan: TowerPlan | list[list[str]]) -> dict[str, Any]:
-    """The section of a plan; a list of features by tower may have any fault that `TowerPlan` itself would refuse."""
-    path = folder / "towers.json"
-    if isinstance(plan, TowerPlan):
-        plan.save(path)
-    else:
-        named = [{"name": f"tower_{i}", "features": features} for i, features in enumerate(plan)]
-        path.write_text(json.dumps({"format": 1, "towers": named}))
-    return {"plan": str(path)}
+def save_plan(folder: Path, plan: TowerPlan) -> dict[str, Any]:
+    """The section of a plan."""
+    plan.save(folder / "towers.json")
+    return {"plan": str(folder / "towers.json")}
 
 
-# Features by tower; what else a plan can have wrong is in tests/dmt/test_plan.py.
-PLANS: list[tuple[TowerPlan | list[list[str]], str]] = [
-    ([["C1", "C2", "C3"], ["C4", "C5", "C6", "C1"]], r"Feature 'C1' occurs more than once .*tower_0, tower_1"),
-    ([["C1", "C2"], ["C3", "C4"], ["C5", "C6"]], r"has 3 towers, but topology\.num_towers=2"),
+# What a plan can have wrong by itself is in tests/dmt/test_plan.py.
+PLANS = [
+    (TowerPlan.from_lists([["C1", "C2"], ["C3", "C4"], ["C5", "C6"]]), r"has 3 towers, but topology\.num_towers=2"),
     (cuts([["C1[0:6]", *REST], ["C1[6:16]"]], 6, 10), r"'C1' into column shards of \[6, 10\].* multiple of 4"),
     (cuts([["C1[0:4]", *REST], ["C1[4:8]"]], 4, 4), r"'t_C1' has embedding_dim=16, but its column shards are \[4, 4\]"),
     (cuts([["C7[0:4]", *FEATURES], ["C7[4:16]"]], 4, 12), r"'C7\[0:4\]', 'C7\[4:16\]' are in the tower plan but not"),
@@ -66,7 +51,7 @@ PLANS: list[tuple[TowerPlan | list[list[str]], str]] = [
 
 @pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
 @pytest.mark.parametrize(("plan", "message"), PLANS, ids=[message[:30] for _, message in PLANS])
-def test_a_bad_plan_is_refused(plan: TowerPlan | list[list[str]], message: str, arch: str, tmp_path: Path) -> None:
+def test_a_bad_plan_is_refused(plan: TowerPlan, message: str, arch: str, tmp_path: Path) -> None:
     config = small(arch, "sptt", model={"embedding_dim": 16}, towers=save_plan(tmp_path, plan))
     with pytest.raises(InputError, match=message):
         checked_model(open_job(config))
@@ -152,50 +137,6 @@ def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) ->
     assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
     with pytest.raises(InputError, match="rule for tables 'x' matches none"):
         checked_model(open_job(cut(tmp_path, tables={"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"})))
-
-
-def trained(
-    rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], list[float], tuple[float, float]]:
-    """Weights and losses after three steps, and the bytes between hosts of the last one."""
-    mesh = TowerMesh(config.topology.build())
-    data = source(config)
-    model: DistributedModelParallel = shard_model(open_job(config), mesh)
-    load_plain_state(model, start)
-    losses = []
-    for batch, _ in zip(data.batches("train", rank=rank, world_size=4, batch_size=16, epoch=0), range(3), strict=False):
-        meter = TrafficMeter(host_of=lambda r: r // 2)
-        with meter:
-            loss, _ = model(batch)
-            loss.backward()
-        losses.append(loss.item())
-    traffic = meter.total(mesh.global_group)
-    return gather_plain_state(model), losses, (traffic.forward, traffic.backward)
-
-
-@pytest.mark.ranks
-def test_precision_halves_the_bytes_of_a_flat_model_and_keeps_training() -> None:
-    """BF16 has 8 significant bits; three steps keep losses within 1 %, and the other direction's bytes as they were."""
-    start = dict(plain(small("dlrm", "flat")).state_dict())
-    whole, exact, (forward, backward) = run_ranks(trained, 4, small("dlrm", "flat"), start)[0]
-    for key, ratios in (("forward_precision", (0.5, 1.0)), ("backward_precision", (1.0, 0.5))):
-        config = small("dlrm", "flat", sharding={"dataflow": "flat", key: "bf16"})
-        state, losses, sent = run_ranks(trained, 4, config, start)[0]
-        assert (sent[0] / forward, sent[1] / backward) == pytest.approx(ratios, abs=0.02)
-        assert losses == pytest.approx(exact, rel=0.01)
-        # Losses of so few steps may be the same to the bit; weights are not.
-        assert any(not torch.equal(state[name], whole[name]) for name in whole), "nothing was rounded"
-
-
-@pytest.mark.ranks
-def test_fp16_tables_stay_fp16_in_training() -> None:
-    start = dict(plain(small()).state_dict())
-    config = small(sharding={"scheme": "table_wise", "table_precision": "fp16"})
-    state = run_ranks(trained, 4, config, start)[0][0]
-    for name, value in state.items():
-        if "embedding_bags" in name:
-            assert torch.equal(value, value.half().float()), name
-            assert not torch.equal(value, start[name].half().float()), f"{name} has not been trained"
 
 
 # A whole run, as torchrun would start it.
