@@ -115,14 +115,6 @@ def test_prepared_rows_replace_the_raw_ones_of_a_file_and_are_read_in_its_order(
 
 
 @pytest.mark.parametrize(
-    ("arch", "dataflow", "resolved"),
-    [("dlrm", "auto", "flat"), ("dcn", "sptt", "sptt"), ("dlrm", "flat", "flat"), ("dmt-dcn", "auto", "sptt")],
-)
-def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:
-    assert load_config("demo", [f"model.arch={arch}", f"sharding.dataflow={dataflow}"]).dataflow == resolved
-
-
-@pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"num_embeddings": 5}, "num_embeddings does not apply to kind='synthetic'"),

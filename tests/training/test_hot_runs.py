@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dmt.errors import InputError, ReplicaMismatchError
-from dmt.hot_rows.profile import AccessProfile, RowCounts
+from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import build
-from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save_profile
+from dmt.training.access import load_hot_rows, load_profile, save_hot_rows
 from dmt.training.agreement import Agreement, Signals
 from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints.store import load_plain
@@ -85,22 +85,28 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
         on_one_host(other, monkeypatch, 2)
 
 
-def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    profile = AccessProfile(open_unsharded(config_of(tmp_path, "damaged")).tables)
-    name = profile.tables[0].name
-    profile.put(name, RowCounts.of([3, 3]))
-    state = HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batch_size=9)
-    save_hot_rows(state, tmp_path)
+def test_the_state_of_a_run_is_read_again_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    profile, draw = AccessProfile(open_unsharded(small()).tables), np.random.default_rng(0)
+    profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
+    name, path = profile.tables[0].name, tmp_path / "hot_rows_counts.parquet"
+    save_hot_rows(HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batch_size=9), tmp_path)
     read = load_hot_rows(tmp_path)
     assert read is not None
     assert (read.steps, read.batch_size) == (7, 9)
     assert {key: rows.tolist() for key, rows in read.rows.items()} == {name: [3]}
-    for file in ("hot_rows.parquet", "hot_rows_counts.parquet"):
-        whole = (tmp_path / file).read_bytes()
-        (tmp_path / file).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(InputError, match=rf"{file}.*Start from another checkpoint\.$"):
+    assert (read.counts.tables, read.counts.num_samples) == (profile.tables, profile.num_samples)
+    for spec in profile.tables:
+        for part in ("rows", "counts"):
+            assert np.array_equal(getattr(read.counts[spec.name], part), getattr(profile[spec.name], part))
+    table = pq.read_table(path)
+    header = json.loads(table.schema.metadata[b"dmt"])
+    for values, message in (({"format": 3}, "has format 3; this version reads format 2"), ({"tables": 1}, "tables: ")):
+        pq.write_table(table.replace_schema_metadata({"dmt": json.dumps({**header, **values})}), path)
+        with pytest.raises(InputError, match=rf"{message}.*Start from another checkpoint\.$"):
             load_hot_rows(tmp_path)
-        (tmp_path / file).write_bytes(whole)
+    path.write_bytes(b"PAR1 no")
+    with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
+        load_profile(path)
 
 
 @on_ranks(4)
@@ -132,39 +138,6 @@ def test_a_run_with_hot_rows_cuts_no_table_into_columns(tmp_path: Path) -> None:
     hot = open_job(small("dlrm", "sptt", hot_rows={"extra_memory": 0.1}, **settings)).sharding
     assert "column_wise" not in hot.tables_by_scheme
     assert hot.reasons["t_C1"].endswith("; it is not cut into columns, so that its rows can have copies")
-
-
-# Access counts of a run's rows: kept and read again; damaged files are refused.
-
-
-def profile_of() -> AccessProfile:
-    """The accesses of 100 rows of a small run."""
-    profile = AccessProfile(open_unsharded(small()).tables)
-    draw = np.random.default_rng(0)
-    profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
-    return profile
-
-
-def test_a_profile_is_kept_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    path, profile = tmp_path / "access.parquet", profile_of()
-    save_profile(profile, path)
-    loaded, table = load_profile(path), pq.read_table(path)
-    assert (loaded.tables, loaded.num_samples) == (profile.tables, profile.num_samples)
-    for spec in profile.tables:
-        for part in ("rows", "counts"):
-            assert np.array_equal(getattr(loaded[spec.name], part), getattr(profile[spec.name], part))
-    header = json.loads(table.schema.metadata[b"dmt"])
-
-    def refused(values: dict[str, object], message: str) -> None:
-        pq.write_table(table.replace_schema_metadata({"dmt": json.dumps({**header, **values})}), path)
-        with pytest.raises(InputError, match=message):
-            load_profile(path)
-
-    refused({"format": 3}, "has format 3; this version reads format 2")
-    refused({"num_samples": "many"}, "num_samples: ")
-    path.write_bytes(b"PAR1 no")
-    with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
-        load_profile(path)
 
 
 @on_ranks(2)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
@@ -21,15 +20,11 @@ from dmt.simulator.cluster import load_cluster
 from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
-from dmt.training.commands import main
-from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, crossing_costs, make_job
 from dmt.training.step_prediction import alternatives, predict_step, work_of
-from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
 from tests.training.small import small
-from tests.training.test_factory import assert_served_alike
-from tests.training.test_resume import trained
+from tests.training.test_resume import config, trained
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -177,33 +172,12 @@ def test_they_are_counted_as_they_are_built(arch: str) -> None:
     assert counted.compression_ratio == (2.0 if arch == "dmt-dlrm" else 4.0)
 
 
-def config_of(folder: Path, arch: str, *outside: str, **towers: Any) -> TrainingConfig:
-    synthetic = {"num_rows": 700, "num_eval_rows": 64, "num_multi_hot": 2}
-    train = {"output_dir": str(folder), "save_every": 2, "log_every": 1}
-    sections = {"topology": {"ranks_per_tower": 1}, "towers": {"outside": outside, **towers}}
-    return small(arch, "sptt", synthetic=synthetic, train=train, **sections)
-
-
-@pytest.mark.ranks
-def test_a_run_with_features_outside_is_resumed_scored_and_exported(tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "model.pt2"
-    config = config_of(run, "dmt-dlrm", "C6", "C2")
-    trained(config, 3)
-    result = trained(config, 6)
-    _, job, _ = trained_model(run)
-    assert (plan_of(job).outside, job.config.towers.outside) == (("C6", "C2"), "none")
-    ran = CliRunner().invoke(main, ["export", str(run), "-o", str(out)])
-    assert ran.exit_code == 0, ran.output
-    assert_served_alike(out, result, tmp_path)
-    assert_served_alike(run, result, tmp_path)
-    with pytest.raises(InputError, match=r"the towers \(the checkpoint has towers\.plan"):
-        trained(config_of(run, "dmt-dlrm", "C4"), 8)
-
-
 @pytest.mark.ranks
 def test_a_flat_model_is_the_same_with_other_tables_outside(tmp_path: Path) -> None:
-    trained(config_of(tmp_path, "dlrm", "C6", "C2", plan="balanced"), 3)
-    trained(config_of(tmp_path, "dlrm", "C4", plan="balanced"), 5)
+    for outside, steps in ((["C6", "C2"], 3), (["C4"], 5)):
+        towers = {"outside": outside, "plan": "balanced"}
+        run = config(tmp_path, arch="dlrm", dataflow="sptt", topology={"ranks_per_tower": 1}, towers=towers)
+        trained(run, steps)
 
 
 @pytest.mark.ranks

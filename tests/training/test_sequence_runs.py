@@ -17,20 +17,18 @@ from dmt.errors import InputError
 from dmt.models import DINTowerModule, PassThroughTowerModule
 from dmt.models.sequences import PooledBySequence
 from dmt.plan.towers import TowerPlan
-from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model
 from dmt.training.check import CheckLimits, check_run
 from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.factory import check_outputs
-from dmt.training.job import Job, open_job
+from dmt.training.job import open_job
 from dmt.training.serving.export import export_run
 from dmt.training.serving.score import score
-from dmt.training.train import train_job
-from tests.ranks import run_ranks
 from tests.seeds import some_slow
 from tests.training.small import small
+from tests.training.test_resume import attempt
 
 # C5 and C6 are lists, which C1 attends to.
 SYNTHETIC = {"num_multi_hot": 2}
@@ -135,19 +133,6 @@ def test_a_tower_with_sequences_takes_whole_tables(tmp_path: Path) -> None:
 def test_a_tower_without_sequences_looks_up_bags() -> None:
     job = open_job(with_sequences(model=FACTORY))
     check_outputs(job, build_model(job, device="meta"))
-    without = open_job(small(synthetic=SYNTHETIC))
-    assert [table.name for table in without.tables if table.is_sequence] == []
-    message = r"table .* is TableSpec.*is_sequence=True\), but .* has .*is_sequence=False\)\. Use"
-    config = small(synthetic=SYNTHETIC, model={"factory": f"{__name__}:sequences_of_all", "in_towers": True})
-    with pytest.raises(InputError, match=message):
-        build_model(open_job(config), device="meta")
-
-
-def sequences_of_all(tables: list[Any], towers: TowerPlan) -> torch.nn.Module:
-    held = [[as_config(EmbeddingConfig, table) for table in of_tower] for of_tower in towers.tables_by_tower(tables)]
-    modules = [DINTowerModule(*tower.features[:2], embedding_dim=8, tower_dim=4) for tower in towers.towers]
-    parts = [EmbeddingTower(EmbeddingCollection(tables=t), m) for t, m in zip(held, modules, strict=True)]
-    return EmbeddingTowerCollection(parts)
 
 
 def write_rows(folder: Path, rows: int = 300) -> dict[str, str]:
@@ -164,11 +149,6 @@ def write_rows(folder: Path, rows: int = 300) -> dict[str, str]:
     ]
     (folder / "rows.csv").write_text("\n".join(["label,d,user,item,history", *lines]) + "\n")
     return {kind: str(folder / f"rows.{kind}") for kind in ("parquet", "csv")}
-
-
-def train_on_rank(rank: int, values: dict[str, Any]) -> dict[str, Any]:
-    job: Job = open_job(TrainingConfig.model_validate(values))
-    return train_job(job, TowerMesh(job.topology))
 
 
 @pytest.mark.ranks
@@ -188,7 +168,8 @@ def test_from_raw_rows_to_predictions(tmp_path: Path) -> None:
     values = small("dmt-dlrm", topology={"ranks_per_tower": 1}).model_dump(mode="json", exclude={"data"})
     values["data"] = {"prepared": str(tmp_path / "rows")}
     values["train"] |= {"output_dir": str(tmp_path / "run"), "batch_size": 16, "max_steps": 8}
-    result = run_ranks(train_on_rank, 2, values)[0]
+    result = attempt(TrainingConfig.model_validate(values))
+    assert result is not None
     exported = export_run(tmp_path / "run", tmp_path / "model.pt2")
     assert [f["target"] for f in exported.manifest["features"]].count("item") == 1
     logits = {}

@@ -113,15 +113,6 @@ def test_every_row_is_scored_in_the_order_of_the_file(
     assert found.metrics.loss == pytest.approx(float(loss), abs=1e-6)
 
 
-def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) -> None:
-    for data in (None, str(run / "clicks.parquet")):
-        for model, out in ((run, "checkpoint"), (run / "model.pt2", "program")):
-            score(model, tmp_path / f"{out}.parquet", data_path=data)
-        first, second = (pq.read_table(tmp_path / f"{out}.parquet") for out in ("checkpoint", "program"))
-        assert first.equals(second)
-        assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
-
-
 def test_a_program_is_given_the_rows_of_its_run_in_the_same_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,14 +199,6 @@ def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
     short = write(tmp_path / "short.txt", [line.rpartition("\t")[0] for line in lines])
     with pytest.raises(InputError, match=r"short\.txt, line 1: expected 40 columns, found 39"):
         rows_to_score(config, short, tmp_path / "p.parquet")
-
-
-def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
-    pq.write_table(rows(c_ad=None), tmp_path / "new.parquet")
-    for model in (run / "model.pt2", run):
-        with pytest.raises(InputError, match=r"c_ad"):
-            score(model, tmp_path / "p.parquet", data_path=str(tmp_path / "new.parquet"))
-    assert not (tmp_path / "p.parquet").exists()
 
 
 def test_evaluation_rows_are_not_taken_from_other_files_than_those_of_training(tmp_path: Path) -> None:
