@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner, Result
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -22,6 +25,7 @@ from dmt.testing import PlainTraining
 from dmt.training.agreement import Signals
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, replica_sync, shard_model
 from dmt.training.checkpoints.store import Checkpointer, CheckpointManifest, sha256_of, write_manifest
+from dmt.training.commands import main
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_job, open_unsharded
@@ -55,6 +59,15 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
 def source(config: TrainingConfig) -> ClickData:
     """The data of a run."""
     return open_unsharded(config).data
+
+
+def numbered(path: Path, ids: Sequence[int] = range(40)) -> dict[str, Any]:
+    """The section of data in a new Parquet file whose rows have these ids, for training and evaluation."""
+    path.parent.mkdir(exist_ok=True)
+    columns = {"label": [i % 2 for i in ids], "d_1": [0.1 * i for i in ids], "c_1": ids}
+    pq.write_table(pa.table(columns), path, row_group_size=8)
+    names = {"dense": ["d_1"], "categorical": ["c_1"], "id_mode": "index", "num_embeddings": len(ids)}
+    return {"kind": "columns", "train_path": str(path), "eval_path": str(path), "shuffle_rows": 0, **names}
 
 
 def plain(config: TrainingConfig) -> ClickTask:
@@ -168,9 +181,9 @@ def save_run(folder: Path, config: TrainingConfig) -> Path:
     return folder
 
 
-def make_checkpoint(folder: Path, step: int, files: Mapping[str, str], name: str = "") -> Path:
+def make_checkpoint(folder: Path, step: int, files: Mapping[str, str]) -> Path:
     """An intact checkpoint of text files without a tensor."""
-    path = folder / (name or f"step-{step:08d}")
+    path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     fill_checkpoint(path, step, files)
     return path
@@ -191,6 +204,14 @@ def linear(value: float) -> nn.Linear:
         for parameter in layer.parameters():
             parameter.fill_(value)
     return layer
+
+
+def dmt(*arguments: object, code: int = 0, columns: int = 80) -> Result:
+    """The end of a command, which must have this exit code, in a terminal of so many columns."""
+    environment = {"COLUMNS": str(columns)}
+    ran = CliRunner().invoke(main, [*map(str, arguments)], env=environment, catch_exceptions=False)
+    assert ran.exit_code == code, ran.output
+    return ran
 
 
 @contextmanager

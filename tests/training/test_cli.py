@@ -17,25 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from dmt import TowerPlan
 from dmt.errors import InputError
 from dmt.training import __main__ as training
-from dmt.training.commands import demo, main
+from dmt.training.commands import demo
 from dmt.training.config import load_config
 from tests.ranks import run_program, wait_until
-from tests.training.small import make_checkpoint
-
-
-def dmt(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments))
+from tests.training.small import dmt, make_checkpoint
 
 
 def test_complexity() -> None:
-    result = dmt("complexity", "--arch", "dlrm", "--towers", "8", "--tower-dim", "64", "--json")
-    assert result.exit_code == 0
-    counted = json.loads(result.output)
+    counted = json.loads(dmt("complexity", "--arch", "dlrm", "--towers", 8, "--tower-dim", 64, "--json").output)
     assert set(counted) == {"mflops_per_sample", "parameters", "compression_ratio"}
     assert (counted["mflops_per_sample"], counted["compression_ratio"]) == (pytest.approx(8.95, rel=2e-3), 2)
     assert "96.17" in dmt("complexity", "--arch", "dcn").output
@@ -59,8 +53,7 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
     for name in ("RESTART_COUNT", "MAX_RESTARTS"):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", "0")
-    result = dmt(*arguments)
-    assert result.exit_code == 2, result.output
+    result = dmt(*arguments, code=2)
     assert reason in " ".join(result.output.split())
     assert "Traceback" not in result.output
     # Again when torchrun has ended.
@@ -70,7 +63,7 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
 def test_a_demo_keeps_the_checkpoints_of_other_runs(tmp_path: Path) -> None:
     saved = make_checkpoint(tmp_path / "dlrm" / "checkpoint", 5, {})
     own = ["data.source=tests.training.data.test_source:rows", 'data.categorical=["c", "n"]', 'data.dense=["d"]']
-    assert "would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path), *own).output
+    assert "would delete the checkpoints of another run" in dmt("demo", "--out", tmp_path, *own, code=2).output
     assert saved.exists()
 
 
@@ -85,10 +78,8 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
     columns |= {"label": pa.array([i % 3 == 0 for i in range(200)]).cast("int8"), "d_x": np.arange(200.0)}
     pq.write_table(pa.table(columns), data)
     settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
-    result = dmt("demo", "--data", str(data), "--out", str(out), "--json", *settings)
-    assert result.exit_code == 0, result.output
-    runs = json.loads(result.stdout)
-    assert list(runs) == ["dlrm", "dmt-dlrm"]
+    result = dmt("demo", "--data", data, "--out", out, "--json", *settings)
+    assert list(json.loads(result.stdout)) == ["dlrm", "dmt-dlrm"]
     assert sorted(TowerPlan.load(out / "towers.json").features) == names
     assert (out / "report.html").stat().st_size > 10_000
 
@@ -107,7 +98,8 @@ def test_the_demo_tells_formats_and_prepared_folders_apart(tmp_path: Path) -> No
         assert "data.eval_path" not in "".join(settings)
     (tmp_path / "manifest.json").touch()
     assert demo.demo_settings(str(tmp_path)) == [f'data.prepared="{tmp_path}"']
-    assert "Set data.prepared to this" in dmt("demo", "data.kind=criteo_tsv", f"data.train_path={tmp_path}").output
+    refused = dmt("demo", "data.kind=criteo_tsv", f"data.train_path={tmp_path}", code=2)
+    assert "Set data.prepared to this" in refused.output
 
 
 @pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true", "towers.outside=auto"])

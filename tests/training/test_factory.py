@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
@@ -26,7 +25,6 @@ from dmt.testing import gather_plain_state
 from dmt.training.build import build_model, shard_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
-from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
@@ -35,7 +33,7 @@ from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
 from tests.ranks import on_ranks
-from tests.training.small import linear, new_run, plain, save_alone, train_loop
+from tests.training.small import dmt, linear, new_run, plain, save_alone, train_loop
 from tests.training.test_resume import trained
 
 
@@ -82,11 +80,6 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     assert columns == {f"C{i}": 8 if i < 3 else 16 for i in range(1, 9)}
     assert {feature["table"] for feature in features if feature["name"] in ("C1", "C2")} == {"t_ads"}
     assert_served_alike(out, result, tmp_path)
-
-
-def dmt(*arguments: object) -> None:
-    ran = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert ran.exit_code == 0, ran.output
 
 
 def assert_served_alike(model: Path, result: dict[str, Any], folder: Path) -> None:

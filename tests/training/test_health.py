@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from dmt.training.preflight import check_same_input, checked_model
 from dmt.training.resume import checkpoint_folder, find_start
 from dmt.training.train import Run, train_job
 from tests.ranks import run_ranks
-from tests.training.small import make_checkpoint, new_run, small, train_loop
+from tests.training.small import make_checkpoint, new_run, numbered, small, train_loop
 from tests.training.test_resume import attempt, config, run_on_rank
 
 LOG_EVERY = 3
@@ -165,19 +163,11 @@ def test_the_checkpoint_before_a_divergence_stays_and_resumes(
     assert math.isfinite(result["eval_loss"])
 
 
-def rows(path: Path, order: list[int]) -> Path:
-    """A file of rows in an order."""
-    path.parent.mkdir(exist_ok=True)
-    columns = {"label": [n % 2 for n in order], "d_1": [n / 10 for n in order], "c_1": order}
-    pq.write_table(pa.table(columns), path, row_group_size=8)
-    return path
-
-
-def on_files(path: Path, **sections: dict[str, Any]) -> TrainingConfig:
-    data = {"kind": "columns", "train_path": str(path), "dense": ["d_1"], "categorical": ["c_1"], "id_mode": "index"}
-    data |= {"num_embeddings": 40, "eval_path": str(path)}
-    train = {"output_dir": str(path.parent.parent / "run")} | sections.pop("train", {})
-    return small("dlrm", data=data | sections.pop("data", {}), topology=PAIR, train=train, **sections)
+def on_files(folder: Path, ids: Sequence[int] = range(40), **sections: dict[str, Any]) -> TrainingConfig:
+    """A run of a file in a folder beside that of its output."""
+    data = numbered(folder / "day.parquet", ids) | sections.pop("data", {})
+    train = {"output_dir": str(folder.parent / "run")}
+    return small("dlrm", data=data, topology=PAIR, train=train, **sections)
 
 
 def compare_on_rank(rank: int, configs: list[dict[str, Any]], versions: Sequence[str] = ("2.13.0", "2.13.0")) -> None:
@@ -187,7 +177,7 @@ def compare_on_rank(rank: int, configs: list[dict[str, Any]], versions: Sequence
 
 
 def test_a_run_without_a_row_to_evaluate_or_without_labels_is_refused_before_it_trains(tmp_path: Path) -> None:
-    run = on_files(rows(tmp_path / "a" / "day.parquet", [*range(40)]), data={"eval_path": None, "eval_fraction": 0.001})
+    run = on_files(tmp_path / "a", data={"eval_path": None, "eval_fraction": 0.001})
     with pytest.raises(InputError, match=r"There are no rows to evaluate. Check data\.eval_path"):
         checked_model(open_job(run))
     job = open_job(run)
@@ -208,7 +198,7 @@ def start_on_rank(rank: int, configs: list[dict[str, Any]]) -> tuple[str, ...] |
 
 @pytest.mark.ranks
 def test_ranks_begin_together_with_other_paths_and_end_together_without_a_record(tmp_path: Path) -> None:
-    first, second = (on_files(rows(tmp_path / name / "day.parquet", [*range(40)])) for name in ("a", "b"))
+    first, second = on_files(tmp_path / "a"), on_files(tmp_path / "b")
     job, folder = open_job(first), tmp_path / "run"
     path = make_checkpoint(folder / "checkpoint", 8, {"config.toml": to_toml(job.config)})
     write_manifest(path, replace(read_manifest(path), progress={"files": job.data.files("train")}))
@@ -221,18 +211,17 @@ def test_ranks_begin_together_with_other_paths_and_end_together_without_a_record
 
 @pytest.mark.ranks
 def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
-    same = rows(tmp_path / "a" / "day.parquet", list(range(40)))
-    elsewhere = rows(tmp_path / "b" / "day.parquet", list(range(40)))
-    other_order = rows(tmp_path / "c" / "day.parquet", random.Random(0).sample(range(40), 40))
+    same, elsewhere = on_files(tmp_path / "a"), on_files(tmp_path / "b")
+    other_order = on_files(tmp_path / "c", random.Random(0).sample(range(40), 40))
     source = {"source": "tests.training.data.test_source:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
     dense, bags = (small("dcn", data=source | {"dense": names}, topology=PAIR) for names in (["d_*"], []))
     crc = r"train/part-00000\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
-    run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (on_files(same), on_files(elsewhere))])
+    run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (same, elsewhere)])
     for first, second, message in (
-        (on_files(same), on_files(other_order), rf"file 0 of data\.train_path is {crc} on rank 0, but {crc} on rank 1"),
+        (same, other_order, rf"file 0 of data\.train_path is {crc} on rank 0, but {crc} on rank 1"),
         (
-            on_files(same),
-            on_files(same, optimizer={"sparse_lr": 0.5}),
+            same,
+            on_files(tmp_path / "a", optimizer={"sparse_lr": 0.5}),
             r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. ",
         ),
         (dense, dense, r"dense columns is \('d_0',\) on rank 0, but \('d_1',\) on rank 1"),

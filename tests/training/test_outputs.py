@@ -12,14 +12,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 
 from dmt import TableSpec, TowerPlan, TowerTopology
 from dmt.errors import InputError
 from dmt.sharding.plan_tables import plan_tables
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.training.commands import check_output_files, main
+from dmt.training.commands import check_output_files
 from dmt.training.serving import export
+from tests.training.small import dmt
 
 MANIFEST = {
     **{"format": export._FORMAT, "model": "dlrm", "step": 1, "tables": "fp32", "hashing": "", "hash_key": ""},
@@ -83,8 +83,7 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
     command: str, option: str, reason: str, files: Path
 ) -> None:
     before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
-    run = CliRunner().invoke(main, shlex.split(command))
-    assert run.exit_code == 2, run.output
+    run = dmt(*shlex.split(command), code=2)
     assert run.output.startswith(f"error: {option} "), run.output
     assert reason in run.output
     assert before == {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
 from dmt.sharding.explanation import TowerShardingPlan
-from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.config import read_tables
 from dmt.training.job import open_job
-from tests.training.small import small
-
-
-def plan(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+from tests.training.small import dmt, small
 
 
 def specs(number: int = 6) -> tuple[TableSpec, ...]:
@@ -43,9 +37,7 @@ def config_file(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def record_of(*arguments: object) -> dict[str, Any]:
-    result = plan(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    record: dict[str, Any] = json.loads(result.output)
+    record: dict[str, Any] = json.loads(dmt("plan", *arguments, "--json").output)
     return record
 
 
@@ -86,8 +78,7 @@ def test_recorded_tables_are_planned_and_written(tmp_path: Path) -> None:
     TowerPlan.from_lists([["f0", "f1", "f2"], ["f3", "f4", "f5"]], tables=specs()).save(path)
     sharding = {"memory_gib": 1, "tables": {"t_0": "row_wise", "t_1": "column_wise"}}
     sections = {"towers": {"plan": path}, "data": {"tables": path}, "topology": {"num_towers": 2}}
-    result = plan(config_file(tmp_path, sharding=sharding, **sections), "--out", out)
-    assert result.exit_code == 0, result.output
+    dmt("plan", config_file(tmp_path, sharding=sharding, **sections), "--out", out)
     found = TowerShardingPlan.load(out)
     assert [found.placements[name].scheme for name in ("t_0", "t_1")] == ["row_wise", "column_wise"]
     assert found.hardware.memory_per_rank == 2**30
@@ -100,7 +91,7 @@ def test_without_towers_the_features_of_a_table_stay_together(tmp_path: Path) ->
     config = config_file(tmp_path, data={"tables": tmp_path / "tables.json"}, topology={"num_towers": 3})
     towers = {table["name"]: table["tower"] for table in record_of(config)["tables"]}
     assert towers == {"t_0": 0, "t_1": 1, "t_2": 2, "t_3": 0, "t_4": 1}
-    assert "besides tables in host memory" in plan(config, "sharding.tables.t_0=fused_uvm").output
+    assert "besides tables in host memory" in dmt("plan", config, "sharding.tables.t_0=fused_uvm").output
 
 
 @pytest.mark.parametrize("are_cut", [False, True])

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from click.testing import CliRunner
 
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -18,11 +17,10 @@ from dmt.training.build import build_model
 from dmt.training.check import CheckReport, Finding, check_run, make_rows
 from dmt.training.check.expected import UNEVEN, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
-from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.job import Job, open_job, open_unsharded
 from tests.ranks import run_ranks
-from tests.training.small import small
+from tests.training.small import dmt, small
 
 
 @pytest.fixture
@@ -48,9 +46,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
         optimizer={"warmup_steps": 10},
     )
     options = ["--max-ranks", "4", "--rows", "40", "--json"]
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path), *options])
-    assert run.exit_code == 0, run.output
-    report = json.loads(run.stdout)
+    report = json.loads(dmt("check", write(config, tmp_path), *options).stdout)
     assert (report["agrees"], report["ranks"], report["schemes"]) == (True, 4, {"row_wise": 6})
     assert len(report["rows"]) == 5
     assert {row["verdict"] for row in report["rows"]} == {"ok"}, report["rows"]
@@ -70,9 +66,7 @@ def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
         towers={"plan": str(tmp_path / "towers.json")},
         sharding={"dataflow": "sptt", "scheme": "column_wise"},
     )
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
-    assert run.exit_code == 0, run.output
-    assert "Everything agrees. 4 ranks" in run.stdout
+    assert "Everything agrees. 4 ranks" in dmt("check", write(config, tmp_path)).stdout
 
 
 @pytest.mark.ranks
@@ -88,8 +82,7 @@ def test_micro_batches_are_checked_without_dropout_and_dense_gradients_sent_in_f
 
 @pytest.mark.ranks
 def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
-    run = CliRunner().invoke(main, ["check", write(small("dlrm", "flat"), tmp_path), "--json"])
-    assert run.exit_code == 0, run.output
+    run = dmt("check", write(small("dlrm", "flat"), tmp_path), "--json")
     assert {row["verdict"] for row in json.loads(run.stdout)["rows"]} == {"ok"}
 
 
@@ -108,12 +101,10 @@ def test_what_does_not_agree_is_told_and_ends_with_1(difference: float, monkeypa
     report = report_of(SOUND, wrong, SHARDS)
     assert not report.agrees
     monkeypatch.setattr("dmt.training.check.check_run", lambda *args: report)
-    run = CliRunner().invoke(main, ["check", "demo"], env={"COLUMNS": ""})
-    assert run.exit_code == 1
+    run = dmt("check", "demo", code=1)
     assert "[tower] 3 (rank 2, step 1)" in " ".join(run.stdout.replace("│", " ").split())
     assert "These differ too much: logits." in run.stdout
-    as_json = CliRunner().invoke(main, ["check", "demo", "--json"])
-    assert as_json.exit_code == 1
+    as_json = dmt("check", "demo", "--json", code=1)
     assert json.loads(as_json.stdout)["rows"][0]["difference"] == (difference if difference < 1 else None)
 
 
@@ -125,9 +116,8 @@ def test_a_check_that_compared_nothing_has_failed() -> None:
 def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Mock(side_effect=RanksFailedError("Rank 2 died with exit code -9."))
     monkeypatch.setattr("dmt.training.check.check_run", failed)
-    run = CliRunner().invoke(main, ["check", "demo"])
-    assert (run.exit_code, run.stdout) == (1, "")
-    assert run.stderr == "FAILED: Rank 2 died with exit code -9.\n"
+    run = dmt("check", "demo", code=1)
+    assert (run.stdout, run.stderr) == ("", "FAILED: Rank 2 died with exit code -9.\n")
 
 
 # What is made smaller, and what stays: schemes, ranks of shards, towers.

@@ -16,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 from dmt.errors import InputError
 from dmt.training.checkpoints.state import TensorReader
 from dmt.training.checkpoints.store import load_plain, read_manifest, sha256_of, write_manifest
-from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module
-from tests.training.small import linear, save_alone
+from tests.training.small import dmt, linear, save_alone
 
 INDEX_NAME = ".metadata"
 
@@ -84,11 +82,11 @@ def test_a_function_that_a_checkpoint_names_runs_only_where_the_user_names_it(
     config = to_toml(TrainingConfig.model_validate(section))
     save_alone(linear(1.0), tmp_path / "run", files={"config.toml": config})
     arguments = [argument.format(tmp_path / "run") for argument in command]
-    refused = CliRunner().invoke(main, arguments)
-    assert (refused.exit_code, (tmp_path / "ran").exists()) == (2, False)
+    refused = dmt(*arguments, code=2)
+    assert not (tmp_path / "ran").exists()
     assert "='evil:f'. If you trust it, add --function evil:f" in refused.stderr
     monkeypatch.delitem(sys.modules, "evil", raising=False)
-    assert CliRunner().invoke(main, [*arguments, "--function", "evil:f"]).exit_code == 2  # it has no function f
+    dmt(*arguments, "--function", "evil:f", code=2)  # it has no function f
     assert (tmp_path / "ran").exists(), "the function is a dud"
 
 

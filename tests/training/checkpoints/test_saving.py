@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
-import resource
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from dmt.errors import InputError
 from dmt.training.checkpoints import store
 from dmt.training.checkpoints.store import Checkpointer, load_plain, newest, read_manifest, verify
 from tests.ranks import on_ranks, run_ranks
-from tests.training.small import alone, linear, save_alone
+from tests.training.small import alone, files_up_to, linear, save_alone
 
 # Of two layers each rank writes one.
 LAYER = 300
@@ -37,10 +36,6 @@ def two_layers(value: float) -> nn.Module:
     for parameter in layers.parameters():
         nn.init.constant_(parameter, value)
     return layers
-
-
-def limit_files(num_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 def saves_on_rank(rank: int, folder: str, asynchronous: bool) -> list[tuple[bool, list[str]]]:
@@ -64,10 +59,8 @@ def saves_on_rank(rank: int, folder: str, asynchronous: bool) -> list[tuple[bool
 
     save(1)
     for step, broken in ((2, 0), (4, 1)):
-        if rank == broken:
-            limit_files(BYTES_OF_LAYER // 2)
-        save(step)
-        limit_files(resource.RLIM_INFINITY)
+        with files_up_to(BYTES_OF_LAYER // 2) if rank == broken else nullcontext():
+            save(step)
         save(step + 1)
     faults["describe"] = True
     save(6)
