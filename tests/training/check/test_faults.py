@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,16 +24,6 @@ from tests.training.small import small
 pytestmark = pytest.mark.ranks
 
 Change = Callable[..., Any]
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, change: Callable[[Change], Change]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, change(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def rows_swapped_on_rank_1(load: Change) -> Change:
@@ -112,8 +103,8 @@ def with_faults(rank: int, run: CheckedRun, runs: dict[str, list[str]]) -> dict[
     reports = {}
     for name, faults in runs.items():
         with contextlib.ExitStack() as stack:
-            for fault in faults:
-                stack.enter_context(patched(*FAULTS[fault][:3]))
+            for owner, function, change, *_ in (FAULTS[fault] for fault in faults):
+                stack.enter_context(patch.object(owner, function, change(getattr(owner, function))))
             reports[name] = check_on_rank(rank, run)
     return reports
 
