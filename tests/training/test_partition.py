@@ -101,12 +101,9 @@ def test_rules_limits_and_a_report(tmp_path: Path, measured: Callable[..., list[
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six features, of which the 1st and 3rd, the 2nd and 6th, and the 4th and 5th interact."""
     ids, labels = planted_clicks(6, [(0, 2), (1, 5), (3, 4)], rows=6000, strength=1.5)
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.csv", ids, labels)
-
-
-def write_rows(path: Path, ids: Any, labels: Any) -> Path:
-    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(len(ids[0])))])]
+    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(6))])]
     lines += [",".join(map(str, [int(y), i % 7, *row])) for i, (y, row) in enumerate(zip(labels, ids, strict=True))]
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
     path.write_text("\n".join(lines) + "\n")
     return path
 

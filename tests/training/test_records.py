@@ -27,24 +27,18 @@ def losses(record: RunRecord, steps: range, factor: float = 1.0) -> None:
         record.scalars(step, {"train/loss": factor * step})
 
 
-@pytest.fixture
-def killed(tmp_path: Path) -> Path:
-    """What an attempt of 30 steps left that was killed in the middle of a line."""
+def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None:
     record = record_of(tmp_path)
     losses(record, range(10, 40, 10))
     record.scalars(20, {"eval/auc": 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 2')
-    return tmp_path
-
-
-def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> None:
-    record = record_of(killed, resumed_step=20)
-    assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0)], "eval/auc": [(20, 0.5)]}
+        stream.write('{"step": 2')  # killed in the middle of a line
+    record = record_of(tmp_path, resumed_step=20)
+    assert read_curves(tmp_path) == {"train/loss": [(10, 10.0), (20, 20.0)], "eval/auc": [(20, 0.5)]}
     losses(record, range(30, 50, 10), factor=2.0)
-    assert read_curves(killed)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 60.0), (40, 80.0)]
-    losses(record_of(killed), range(5, 6))
-    assert read_curves(str(killed)) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
+    assert read_curves(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 60.0), (40, 80.0)]
+    losses(record_of(tmp_path), range(5, 6))
+    assert read_curves(str(tmp_path)) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
 
 
 def test_numbers_that_are_not_finite_are_null_and_not_recorded_again(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(tmp_path:
 def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     save_cluster(replace(SMALL, hosts=1, step_s=0.0), tmp_path / "one.toml")
     cluster = ["--cluster", str(tmp_path / "one.toml")]
-    assert "was measured on one host, which says nothing about" in run("demo", *PAIRS, *cluster).stderr
+    assert "was measured on one host, which says nothing about" in run("demo", *PAIRS, *cluster, code=2).stderr
     values = ["train.batch_size=16384", *cluster, "--uplink-gbit-per-s"]
     fast, slow = (record_of("demo", *PAIRS, *values, rate)["own"] for rate in ("1600", "100"))
     assert fast["seconds"] == pytest.approx(sum(fast["exposed"].values()))

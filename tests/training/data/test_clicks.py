@@ -79,9 +79,7 @@ def test_values_become_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"shuffle_pieces": True, "shuffle_rows": 0}, {"group_by": "user"}, {"shuffle_rows": 0}],
-    ids=str,
+    "settings", [{}, {"shuffle_pieces": True, "shuffle_rows": 0}, {"group_by": "user"}, {"shuffle_rows": 0}], ids=str
 )
 @pytest.mark.parametrize("rows", [16, 103, 400])
 def test_global_batches_do_not_depend_on_the_ranks(rows: int, settings: dict[str, Any], tmp_path: Path) -> None:
