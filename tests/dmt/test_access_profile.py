@@ -28,14 +28,6 @@ def profile_of(ids: np.ndarray, rows: int) -> AccessProfile:
     return profile
 
 
-def test_tables_with_several_features_count_all_of_them() -> None:
-    spec = table("a", 90, "x", "y")
-    profile = AccessProfile([spec])
-    profile.add({"x": [1, 2], "y": [2, 2, 5, 6]}, num_samples=2)
-    assert profile["a"].counts.tolist() == [1, 3, 1, 1]
-    assert profile.ids_per_sample(spec) == 1.5
-
-
 def test_distinct_rows_are_those_of_drawn_batches() -> None:
     ids = zipf_ids(500, 400_000, seed=1)
     drawn = np.mean([len(np.unique(batch)) for batch in np.random.default_rng(2).permutation(ids).reshape(-1, 200)])

@@ -11,12 +11,6 @@ from dmt.models import DCN, DLRM, ModelOptions
 from dmt.models.dense import DotInteraction, LowRankCrossNet, mlp
 
 
-def test_dot_interaction_by_hand():
-    dense, sparse = torch.tensor([[1.0, 2.0]]), torch.tensor([[[3.0, 4.0], [5.0, 6.0]]])
-    # dense itself, then dense.f0 = 11, dense.f1 = 17, f0.f1 = 39
-    assert DotInteraction(num_vectors=2, dim=2)(dense, sparse).tolist() == [[1, 2, 11, 17, 39]]
-
-
 def our_name(name):
     """TorchRec wraps its MLPs: `...model._mlp.1._linear.weight` is layer 2 here, after a ReLU, except the last."""
     name = name.replace(".embedding_bag_collection", "")
