@@ -71,6 +71,9 @@ def test_luck_is_bounded_by_the_number_of_assignments_as_in_a_normal_distributio
     ways = math.factorial(26) / (24**2 * 6**6 * 2 * 720)  # into two towers of 4 and six of 3
     expected = np.sqrt(2 * np.log(100 * ways) / (2 * 6 + 6 * 3)) * pairs.std()
     assert 0.8 * expected < luck_bound(found) < 1.1 * expected
+    for changes in ([{"category": name} for name in "abababab"], [{"num_blocks": 1}] * 8):
+        fewer_ways = tuple(dataclasses.replace(load, **by) for load, by in zip(found.loads, changes, strict=True))
+        assert luck_bound(dataclasses.replace(found, loads=fewer_ways)) < luck_bound(found)
 
 
 def affinity_of(matrix):
@@ -120,6 +123,8 @@ def test_means_within_between_and_of_random_towers_are_those_by_hand():
     assert found.within_random == pytest.approx(np.mean([(0.1 + 0.6) / 2, (0.2 + 0.5) / 2]))
     whole = compare_towers(affinity, TowerPlan.from_lists([list("abcd")]), [])
     assert (whole.between, whole.within_random) == (None, None)
+    alone = TowerPlan.from_lists([["c", "d"], ["a"], ["b"]])
+    assert compare_towers(affinity.permuted(list("bcda")), alone, []).within_strided == 0.1
     with pytest.raises(InputError, match="missing"):
         compare_towers(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]), [])
 
