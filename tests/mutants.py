@@ -134,6 +134,8 @@ if len({(config.vocabulary => if not len({(config.vocabulary
 return is_regular or step >= self._next or => return is_regular or
 ## dmt/training/metrics.py :: tests/training/test_metrics.py -k time_of_steps
 self.steps + 1, self.seconds + now - self._since => self.steps + 2, self.seconds + now
+## dmt/training/data/batch.py :: tests/training/data/test_clicks.py -k become_inputs
+(0, batch_size - at))) => (batch_size - at, 0)))
 ## dmt/training/data/files.py :: tests/training/data/test_clicks.py -k text_is_prepared_once
 int(system.checksum(inner)) => 0
 ## dmt/training/data/source.py :: tests/training/data/test_source.py -k reading_goes_on

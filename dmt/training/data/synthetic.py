@@ -70,7 +70,7 @@ class SyntheticClicks:
         self._main = rng.choice([-1.0, 1.0], size=config.num_groups)
         effects = rng.normal(size=config.num_dense)
         effects[4:] = 0.0  # few dense features matter; a model must learn to ignore the others
-        self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
+        self._dense_effects = 0.6 * effects / float(np.linalg.norm(effects))
         self._scale, self._intercept = 1.0, 0.0
         self._scale, self._intercept = self._calibration()
 
@@ -135,7 +135,7 @@ class SyntheticClicks:
         return pa.table(columns), logits
 
     def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
-        total = (dense - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
+        total = (dense - 1.7) @ self._dense_effects
         for group in range(self.config.num_groups):
             members = scores[self._group == group]
             sums, squares, count = members.sum(axis=0), (members**2).sum(axis=0), len(members)

@@ -74,6 +74,9 @@ def test_values_become_inputs(tmp_path: Path) -> None:
     assert ids["bag"].lengths().tolist() == list(map(len, bags))
     flat = pa.array([word for bag in bags for word in bag])
     assert ids["bag"].values().tolist() == hash_rows(flat, feature="bag", num_embeddings=50).tolist()
+    parts = [part.sparse_features["bag"] for part in data.batches("eval", rank=0, world_size=1, batch_size=6)]
+    assert torch.cat([part.lengths() for part in parts]).tolist() == [*map(len, bags), *[0] * 4]
+    assert torch.equal(torch.cat([part.values() for part in parts]), ids["bag"].values())
     assert [(feature.table, feature.rows) for feature in data.columns.features] == [("c", 50), ("n", 50), ("bag", 50)]
     assert data.num_rows("train") == data.num_rows("eval") == 20
 

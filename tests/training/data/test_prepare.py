@@ -453,7 +453,8 @@ def by_frequency(config: DataConfig, **settings: Any) -> DataConfig:
 def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> None:
     config = by_frequency(clicks(tmp_path / "clicks.parquet"))
     raw = DataConfig.model_validate(prepare(config, tmp_path / "out#1").raw)
-    table, _ = prepared(tmp_path, raw.model_copy(update={"train_path": config.train_path}), eval_only=True, part="eval")
+    unlabeled = raw.model_copy(update={"train_path": config.train_path, "label": None})
+    table, _ = prepared(tmp_path, unlabeled, eval_only=True, part="eval")
     both = [*pq.read_table(tmp_path / "out#1" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
     (tmp_path / "out#1").rename(tmp_path / "away")
