@@ -285,7 +285,7 @@ def test_a_mixture_trains_as_the_plain_module_or_is_refused(seed: int, tmp_path:
     compare(drawn(seed), tmp_path)
 
 
-# Faults besides those of `tests.mutants`, and the mixtures that each must spoil.
+# Faults besides those of `tests.dmt.test_parity`, which uses the same loop, and the mixtures that each must spoil.
 CONTROLS: dict[str, tuple[Callable[[], Any], Callable[[Mixture], bool]]] = {
     "a table forgets its own optimizer": (
         lambda: patch("tests.sptt_case.apply_optimizer_in_backward"),

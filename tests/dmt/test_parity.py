@@ -2,22 +2,30 @@
 
 The matrix has every scheme, pooling, dims, topology, id route and precision: `make test` runs a pairwise cover, in
 which every value of a factor meets every value of each other one, `make parity` all of it. `CASES` has what needs other
-factors, or more than two together. Twins are cases that must end with the same bits. `make mutants` proves that faults
-of the library make a comparison fail.
+factors, or more than two together. Twins are cases that must end with the same bits. Faults, put into the library, must
+make a comparison fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dmt import TowerMesh
+from dmt import ReplicaSync, TowerMesh
+from dmt.hot_rows.copies import HotCopies
+from dmt.hot_rows.touched_sum import TouchedRowsSum
+from dmt.sptt import flat as sptt_flat
+from dmt.sptt import rows, tower_lookup, unique
+from dmt.sptt import towers as sptt_towers
 from tests.ranks import run_ranks
 from tests.sptt_case import MIXES, PRECISIONS, Case, cases_on_rank, check, train
 
@@ -322,6 +330,89 @@ def twins_on_rank(rank: int, twins: tuple[Case, ...]) -> list[str]:
 @pytest.mark.parametrize("name", TWINS)
 def test_twins_end_with_the_same_bits(name: str) -> None:
     assert run_ranks(twins_on_rank, TWINS[name][0].world, TWINS[name]) == [[]] * TWINS[name][0].world
+
+
+def rolled_inverse() -> AbstractContextManager[Any]:
+    copied = rows.samples_of_rows
+
+    def rolled(found: Any, sent: Any, widths: Any, inverses: Any) -> Any:
+        return copied(found, sent, widths, [part.roll(1, 1) for part in inverses])
+
+    return patch.object(rows, "samples_of_rows", rolled)
+
+
+def rolled_items(arrived: Any, keys: Any) -> Any:
+    """Gives each item of a sequence the embedding of the one before."""
+    if not isinstance(arrived, dict):
+        return tower_lookup.in_order(arrived, keys)
+    return {key: JaggedTensor(arrived[key].values().roll(1, 0), lengths=arrived[key].lengths()) for key in keys}
+
+
+def shifted_ids() -> AbstractContextManager[Any]:
+    split = HotCopies.split
+
+    def shifted(copies: HotCopies, ids: KeyedJaggedTensor) -> Any:
+        cold, bags = split(copies, ids)
+        return cold, bags if bags is None else bags._replace(ids=(bags.ids - 1).clamp(min=0))
+
+    return patch.object(HotCopies, "split", shifted)
+
+
+def forgotten_states() -> AbstractContextManager[Any]:
+    read = HotCopies.read
+
+    def without_states(copies: HotCopies) -> None:
+        read(copies)
+        for (_, part), tensor in copies._tensors.items():
+            if part != "weight":
+                tensor.zero_()
+
+    return patch.object(HotCopies, "read", without_states)
+
+
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Case]] = {
+    "samples get rows of others": (rolled_inverse, of(2, 1, unique=True, sizes=(9, 9))),
+    "flat samples get rows of others": (rolled_inverse, flat(2, 1, unique=True, sizes=(9, 9))),
+    "gradients of a row are not summed": (
+        lambda: patch.object(unique, "add_rows", lambda total, own, added: total.index_copy_(0, own, added)),
+        flat(2, 1, unique=True, sizes=(9, 9)),
+    ),
+    "hot gradients are not summed": (
+        lambda: patch.object(TouchedRowsSum, "start", lambda _, gradient, told: lambda: told),
+        hot(2, 1, sizes=(9, 7)),
+    ),
+    "copies begin without states": (forgotten_states, hot(2, 1, sizes=(9, 7))),
+    "copies do not go back": (lambda: patch.object(HotCopies, "write_back", lambda copies: None), hot(2, 1)),
+    "hot ids are shifted": (shifted_ids, hot(2, 1)),
+    "columns outside towers are others'": (
+        lambda: patch.object(sptt_flat, "_beside", lambda own, others: torch.cat([own.wait(), others.flip(0)], 1)),
+        outside(2, 1),
+    ),
+    "gradients outside towers stay on their rank": (
+        lambda: patch.object(tower_lookup, "_start_group_mean", lambda gradient, **groups: lambda: None),
+        outside(2, 1, scheme="table_wise"),
+    ),
+    "items are others'": (lambda: patch.object(sptt_towers, "in_order", rolled_items), sequences(2, 1)),
+    "replicas never sync": (lambda: patch.object(ReplicaSync, "step", lambda sync: None), of(1, 1, replicas=2)),
+}
+
+
+def faults_on_rank(rank: int) -> dict[str, str]:
+    """Returns the type of the error that noticed each fault."""
+    found = {}
+    for name, (fault, case) in FAULTS.items():
+        with fault():
+            try:
+                check(case, train(rank, case)[0])
+            except Exception as error:
+                found[name] = type(error).__name__
+    return found
+
+
+def test_a_fault_fails_the_comparison() -> None:
+    of_ranks = run_ranks(faults_on_rank, 2)
+    assert set().union(*of_ranks) == set(FAULTS), "a comparison does not see a fault"
+    assert {kind for found in of_ranks for kind in found.values()} <= {"AssertionError", "ReplicaMismatchError"}
 
 
 SCHEMES = ("table_wise", "row_wise", "column_wise", "data_parallel", *MIXES)
