@@ -221,11 +221,17 @@ def _checked_tables(place: str, model: nn.Module, job: Job) -> list[tuple[TableS
         found = ", ".join(type(part).__name__ for part in parts) or "none"
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
-            f"and no other module with tables, but has {found}. Build it that way (docs/training.md), or change "
-            "model.in_towers."
+            f"and no other module with tables, but has {found}. Build it that way (docs/training.md; tables of one "
+            "collection may differ in width), or change model.in_towers."
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
-    by_tower = [table_specs(table_configs(p)) for sparse in parts for p in sparse.modules() if isinstance(p, kinds)]
+    collections = [part for sparse in parts for part in sparse.modules() if isinstance(part, kinds)]
+    if any(isinstance(part, EmbeddingBagCollection) and part.is_weighted() for part in collections):
+        raise InputError(
+            f"{place}: an EmbeddingBagCollection has is_weighted=True, but the trainer's rows have no weights. "
+            "Leave is_weighted out, or use your own loop."
+        )
+    by_tower = [table_specs(table_configs(part)) for part in collections]
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
     for name in {**given, **tables}:

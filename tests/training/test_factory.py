@@ -156,6 +156,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "without tables": lambda tables: nn.Linear(6, 1),
     "raises": lambda tables: {"flat": Flat(tables)}["towers"],
     "part": lambda tables: with_part(tables, Part(tables[0].num_embeddings)),
+    "weighted": lambda tables: EmbeddingBagCollection(tables=tables, is_weighted=True),
     "lazy": lambda tables: with_part(tables, nn.LazyLinear(1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen layer": lambda tables: with_part(tables, nn.Linear(1, 1).requires_grad_(False)),
@@ -238,6 +239,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' is batch normalization.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
+        ("made:weighted", "has is_weighted=True, but the trainer's rows have no weights"),
         ("made:lazy", "'part.weight' has no size yet. Replace lazy modules"),
     ],
 )
