@@ -166,10 +166,10 @@ class PlainTable:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Updates the weights with their gradient."""
-        assert self.weight.grad is not None, "step comes after a backward pass"
+        """Updates the weights with their gradient; ``None`` counts as zeros, as if no sample had read the table."""
         self._steps += 1
-        self.weight.sub_(learning_rate * self._direction(self.weight.grad))
+        if self.weight.grad is not None:
+            self.weight.sub_(learning_rate * self._direction(self.weight.grad))
 
     def _direction(self, gradient: Tensor) -> Tensor:
         if self._optimizer == "sgd":

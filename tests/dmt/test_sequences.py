@@ -110,8 +110,9 @@ def test_bags_in_towers_and_sequences_train_as_the_plain_module() -> None:
 
 
 def test_plain_training_trains_tables_of_sequences_beside_towers_by_fused_params() -> None:
-    (tables,) = PlainTraining([Clicks()], fused_params={}).tables
-    assert set(map(table_name, tables)) == {f"t_{name}" for name in BAGS + WORDS}
+    training = PlainTraining([Clicks()], fused_params={})
+    assert set(map(table_name, training.tables[0])) == {f"t_{name}" for name in BAGS + WORDS}
+    training.step()  # embeddings that the model does not read give their table no gradient
 
 
 def test_modules_that_no_sharder_is_for_are_refused() -> None:

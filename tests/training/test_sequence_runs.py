@@ -19,6 +19,7 @@ from dmt.models.sequences import PooledBySequence
 from dmt.plan.towers import TowerPlan
 from dmt.training.build import build_model
 from dmt.training.check import CheckLimits, check_run
+from dmt.training.check.expected import draw_samples
 from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
@@ -100,6 +101,12 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
     report = check_run(with_sequences(**RUNS[name]), CheckLimits(steps=2))
     assert report.agrees, [row for row in report.rows if row.verdict != "ok"]
+
+
+def test_random_samples_have_one_target_each_as_rows_do() -> None:
+    ids = draw_samples(open_job(with_sequences()), 20, seed=0).sparse_features
+    assert ids["C1"].lengths().tolist() == [1] * 20
+    assert set(ids["C6"].lengths().tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ def draw_batch(run: CheckedRun, rank: int, step: int) -> ClickBatch:
 
 
 def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
-    """Returns ``size`` random samples for the tables of a job, with bags of 0 to 3 ids."""
+    """Returns ``size`` random samples for the tables of a job, with bags of 0 to 3 ids, and targets of one id."""
     generator = torch.Generator().manual_seed(seed)
+    targets = {target for table in job.tables for _, target in table.sequences}
     lengths, values = [], []
     for table in job.tables:
-        for _ in table.feature_names:
-            count = torch.randint(0, _MAX_BAG + 1, (size,), generator=generator)
+        for name in table.feature_names:
+            fewest, most = (1, 1) if name in targets else (0, _MAX_BAG)
+            count = torch.randint(fewest, most + 1, (size,), generator=generator)
             number, rows = int(count.sum()), table.num_embeddings
             anywhere = torch.randint(0, rows, (number,), generator=generator)
             frequent = torch.randint(0, min(rows, _FREQUENT_ROWS), (number,), generator=generator)
@@ -124,7 +126,10 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     training = _plain_training(run, tasks, layout)
     _backward(run, tasks, UNEVEN)
     training.average_gradients()
-    gradients = [{name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None} for task in tasks]
+    gradients = [
+        {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in task.named_parameters()}
+        for task in tasks
+    ]
     losses = []
     for step in range(run.limits.steps):
         losses.append(_backward(run, tasks, step))

@@ -81,7 +81,8 @@ def export_run(
     batch = draw_samples(job, 64, seed=0)
     expected = check_samples(job, model, batch.split_columns(job.column_splits))
     served = ServedModel(model, job.data.columns.feature_names, stored=tables, splits=job.column_splits)
-    program = make_program(served, num_dense=job.num_dense)
+    targets = {target for table in job.tables for _, target in table.sequences}
+    program = make_program(served, num_dense=job.num_dense, targets=targets)
     manifest = _manifest(job, checkpoint, tables)
     with torch.no_grad():
         # Calling the module would make PyTorch check the inputs, for 20 s with 1,000 features; forward() does not.

@@ -1,7 +1,7 @@
 """Turns a model into a plain PyTorch program: `ServedModel` replaces its tables, `make_program` exports it.
 
-The program takes tensors and uses only PyTorch's operators: it loads and runs without TorchRec, FBGEMM and this
-library. Dense parts and tower modules are traced as they are; only TorchRec's collections of tables are replaced.
+The program takes tensors, and loads and runs without TorchRec, this library and, unless the model itself calls its
+operators, FBGEMM. Dense parts and tower modules are traced as they are; only TorchRec's collections are replaced.
 
 Legend: B samples, D dense columns, n ids of a feature in all samples, R rows and N columns of a table.
 """
@@ -9,7 +9,8 @@ Legend: B samples, D dense columns, n ids of a feature in all samples, R rows an
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ from dmt.sptt.group_sharded import table_configs, table_weights
 from dmt.training.factory import checked_logits
 
 __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_program", "quantize_rows", "restore_rows"]
+
+logger = logging.getLogger(__name__)
 
 StoredTables = Literal["fp32", "int8", "int4"]
 TABLE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
@@ -216,14 +219,16 @@ class ServedModel(nn.Module):
         return checked_logits(type(self.model).__name__, self.model(dense, bags), dense.shape[0]).reshape(-1)
 
 
-def make_program(model: ServedModel, *, num_dense: int) -> torch.export.ExportedProgram:
+def make_program(model: ServedModel, *, num_dense: int, targets: Collection[str] = ()) -> torch.export.ExportedProgram:
     """Exports a model for any number of samples, at least 1, and any number of ids per feature, 0 included.
 
-    The program checks its input: names, shapes, that lengths add up, that ids are rows of their tables.
+    The program checks its input: names, shapes, that lengths add up, that ids are rows of their tables. Warns if the
+    model calls operators of FBGEMM, which then must be imported where the program is loaded.
 
     Args:
         model: the model, on the CPU.
         num_dense: D, the number of dense columns.
+        targets: features with as many ids as samples, so that the model may read their ids as [B].
 
     Raises:
         InputError: the model does not return a tensor [B, 1] or [B], a feature has a quotation mark in its name, or
@@ -234,20 +239,23 @@ def make_program(model: ServedModel, *, num_dense: int) -> torch.export.Exported
         raise InputError(f"Feature {quoted[0]!r}: PyTorch cannot export names with quotation marks. Rename the column.")
     samples = 3
     # A different number of ids for each feature, so that the tracer assumes no two to be equal.
-    counts = {name: samples + 2 + number for number, name in enumerate(model.features)}
+    counts = {name: samples if name in targets else samples + 2 + i for i, name in enumerate(model.features)}
     ids = {name: torch.zeros(count, dtype=torch.int64) for name, count in counts.items()}
     lengths = {name: torch.tensor([1, 1, count - 2]) for name, count in counts.items()}
     batch = torch.export.Dim("batch", min=1)
     dims: tuple[Any, ...] = (
         {0: batch},
-        {name: {0: torch.export.Dim(f"ids_{number}", min=0)} for number, name in enumerate(model.features)},
+        {
+            name: {0: batch if name in targets else torch.export.Dim(f"ids_{number}", min=0)}
+            for number, name in enumerate(model.features)
+        },
         {name: {0: batch} for name in model.features},
     )
     inputs = (torch.zeros(samples, num_dense), ids, lengths)
     try:
         with torch.no_grad():
             model(*inputs)  # an error then shows numbers, not the tracer's symbols
-            return torch.export.export(model, inputs, dynamic_shapes=dims, strict=False)
+            program = torch.export.export(model, inputs, dynamic_shapes=dims, strict=False)
     except InputError:
         raise
     except Exception as error:  # the user's module can make the tracer raise anything
@@ -256,3 +264,10 @@ def make_program(model: ServedModel, *, num_dense: int) -> torch.export.Exported
             f"PyTorch cannot export {type(model.model).__name__} ({type(error).__name__}: {reason}). Write its forward "
             "without branches on the data or on the number of samples, and read ids by key."
         ) from error
+    if calls := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("fbgemm.")}):
+        logger.warning(
+            "%s calls %s: import fbgemm_gpu where you load the program, or write its forward with PyTorch's operators.",
+            type(model.model).__name__,
+            ", ".join(calls),
+        )
+    return program

@@ -302,6 +302,30 @@ class Sequences(Clicks):
         )
 
 
+class Attention(nn.Module):
+    """Reads a target's embeddings as [B, N], and pads its history by an operator of FBGEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["item", "history"])
+        self.table = EmbeddingCollection(tables=[table])
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        found = self.table(ids)
+        return (found["item"].values() * found["history"].to_padded_dense(4).sum(1)).sum(1)
+
+
+def test_a_target_has_one_id_per_sample_and_operators_of_fbgemm_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, names, dense = Attention(), ["item", "history"], torch.zeros(4, 1)
+    ids = {"item": torch.tensor([4, 3, 8, 0]), "history": torch.tensor([7, 1, 0, 2, 2, 5])}
+    lengths = {"item": torch.ones(4, dtype=torch.long), "history": torch.tensor([2, 0, 1, 3])}
+    batch = KeyedJaggedTensor(keys=names, values=torch.cat([*ids.values()]), lengths=torch.cat([*lengths.values()]))
+    program = make_program(ServedModel(model, names), num_dense=1, targets=["item"])
+    assert "Attention calls fbgemm." in caplog.text
+    with torch.no_grad():
+        assert torch.allclose(program.module()(dense, ids, lengths), model(dense, batch))
+
+
 def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
     changes: dict[str, Callable[[Tensor], Any]] = {
         r"a tensor \[\d, 2\]": lambda logits: logits.expand(-1, 2),
