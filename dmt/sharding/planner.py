@@ -187,25 +187,25 @@ def plan_by_torchrec(
         schemes = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
         constraints = {name: ParameterConstraints(sharding_types=schemes) for name in tables}
     room = 2**50 if memory_per_rank is None else memory_per_rank  # in bytes; for None, TorchRec would set a limit
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=topology.world_size,
-            local_world_size=topology.host_size,
-            compute_device=device_type,
-            hbm_cap=room if device_type == "cuda" else None,
-            ddr_cap=room if device_type == "cpu" else None,
-        ),
-        batch_size=batch_size,
-        constraints=constraints,
-        # TorchRec's own try a plan for each scheme of each table. These stop after 100 that are no better.
-        proposer=[GridSearchProposer(), GreedyProposer(True, 100), GreedyProposer(False, 100), UniformProposer()],
-        # The limit is for tables and their lookups alone, so nothing is reserved.
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-    )
     # TorchRec warns about how its planner is called, and about every data-parallel table.
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(
+                world_size=topology.world_size,
+                local_world_size=topology.host_size,
+                compute_device=device_type,
+                hbm_cap=room if device_type == "cuda" else None,
+                ddr_cap=room if device_type == "cpu" else None,
+            ),
+            batch_size=batch_size,
+            constraints=constraints,
+            # TorchRec's own try a plan for each scheme of each table. These stop after 100 that are no better.
+            proposer=[GridSearchProposer(), GreedyProposer(True, 100), GreedyProposer(False, 100), UniformProposer()],
+            # The limit is for tables and their lookups alone, so nothing is reserved.
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        )
         return planner.plan(model, list(sharders))
     except PlannerError as error:
         limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of free memory per rank"
