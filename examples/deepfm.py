@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 from dmt import TowerPlan
@@ -32,9 +32,10 @@ class FMTower(nn.Module):
         self.project = nn.ModuleList(nn.Linear(width, k, bias=False, device=device) for width in widths.values())
         self.deep = nn.Linear(self.in_features, deep, device=device)
 
-    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+    def forward(self, embeddings: KeyedTensor) -> Tensor:
         """Embeddings [B, N_i] by feature -> [B, 2 k + deep]."""
-        inputs = [embeddings[name] for name in self.features]
+        vector_of = embeddings.to_dict()
+        inputs = [vector_of[name] for name in self.features]
         vectors = torch.stack([project(x) for project, x in zip(self.project, inputs, strict=True)])
         return torch.cat([vectors.sum(0), vectors.square().sum(0), self.deep(torch.cat(inputs, dim=1)).relu()], dim=1)
 

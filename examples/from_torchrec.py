@@ -54,7 +54,7 @@ class ClickModel(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Ids of B samples -> logits [B]. Embeddings are read by name: their order depends on the sharding."""
-        embeddings = self.embeddings(ids)
+        embeddings = self.embeddings(ids).to_dict()
         return self.over_arch(torch.cat([embeddings[feature] for feature in FEATURES], dim=1)).squeeze(1)
 
 

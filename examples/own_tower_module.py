@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -36,9 +36,10 @@ class GatedTower(nn.Module):
         self.gate = nn.Linear(self.in_features, self.in_features)
         self.project = nn.Linear(self.in_features, TOWER_DIM)
 
-    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+    def forward(self, embeddings: KeyedTensor) -> Tensor:
         """Embeddings [B, DIM] by name -> [B, TOWER_DIM]. Read them by name: their order is that of the tables."""
-        x = torch.cat([embeddings[name] for name in self.features], dim=1)
+        vector_of = embeddings.to_dict()  # once: slices of it are slow in the backward pass
+        x = torch.cat([vector_of[name] for name in self.features], dim=1)
         return self.project(x * torch.sigmoid(self.gate(x)))
 
 

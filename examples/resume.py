@@ -38,7 +38,7 @@ class ClickModel(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Ids of B samples -> logits [B, 1]."""
-        embeddings = self.embeddings(ids)
+        embeddings = self.embeddings(ids).to_dict()
         return self.over_arch(torch.cat([embeddings[f] for f in FEATURES], dim=1))
 
 

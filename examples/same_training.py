@@ -40,7 +40,7 @@ class ClickModel(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Ids of B samples -> logits [B]."""
-        embeddings = self.embeddings(ids)
+        embeddings = self.embeddings(ids).to_dict()
         return self.over_arch(torch.cat([embeddings[f] for f in ROWS], dim=1)).squeeze(1)
 
 

@@ -5,7 +5,7 @@ A custom tower module is an ``nn.Module`` with these members; only the trainer a
 - ``features: tuple[str, ...]``, the features of its tower, in the plan's order;
 - ``in_features: int``, numbers per sample that enter it (F_t N if all embeddings have dimension N);
 - ``out_features: int`` (O_t), numbers per sample that leave it and cross the slow network;
-- ``forward(embeddings) -> [B, O_t]``, where ``embeddings[name]`` is the pooled embedding [B, N] of a feature.
+- ``forward(embeddings) -> [B, O_t]``, where `by_feature` gives the pooled embedding [B, N] of each feature.
 
 It must read the embeddings **by name**: the columns of the ``KeyedTensor`` are in the order of the tables, which need
 not be that of ``features``. Each row is a sample. A module must not mix rows (no batch norm), because the batch of a
