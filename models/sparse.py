@@ -183,7 +183,7 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
         given = [f"embedding_dim={dim} of table {name!r}" for dim, name in names.items()]
         raise InputError(
             f"{owner} needs tables with equal embedding_dim, but got {shorten(given, ' and ') or 'no table'}. Change "
-            "the tables, or write a custom model (docs/your_model.md)."
+            "the tables, or set model.factory to your own model (docs/training.md#your-own-model)."
         )
     return next(iter(names))
 

@@ -224,10 +224,10 @@ class TowerPlan:
                 "model from plan.split_tables(tables), and give it dmt.plan.split_across_towers.split_ids(ids, "
                 "plan.column_splits)."
             )
-        missing = [f for f in model_features if f not in placed]
+        absent = [f for f in model_features if f not in placed]
         unknown = [f for f in (*self.features, *self.outside) if f not in known and not partly]
         for names, others, fault in (
-            (missing, unknown, "in no tower. Put every feature of the model into the plan, or shrink the model."),
+            (absent, placed - known, "in no tower. Put every feature of the model into the plan, or shrink the model."),
             (unknown, known, "in the tower plan but not in the model. Shrink the plan, or extend the model."),
         ):
             if names:

@@ -266,7 +266,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     if not towers:
         kinds = sorted({sharder.module_type.__name__ for sharder in sharders if _is_ours(sharder)})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
-        raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
+        raise InputError(f"TowerShardingPlanner: {missing}. Pass an unwrapped dmt sharder for the model's collections.")
     _check_weights(model)
     for module_type, sharder in by_type.items():
         held = {path: lists for path, lists in towers.items() if type(model.get_submodule(path)) is module_type}

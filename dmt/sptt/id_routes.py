@@ -70,7 +70,7 @@ class AgreedIds:
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
         refusals = {
-            "has features of different batch sizes; pass ids with one batch size.": ids.variable_stride_per_key(),
+            "has several batch sizes by feature; pass one, and unique=True to sharders.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
             "lacks weights, but bags are weighted; pass weights.": self._is_weighted and weights is None,
             # The unsharded module would pass their gradient on.

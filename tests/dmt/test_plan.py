@@ -234,6 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "text outside": (lambda: TowerPlan.from_lists([["ad"]], outside="hour"), r"^outside is the string 'hour'\. Give "),
     "features in no tower": (lambda: plan(["a"]).check_features(["a", "b", "c"]), "Features 'b', 'c' are in no tower"),
     "feature in no tower": (lambda: plan(["usr_id"]).check_features(["user_id"]), "'user_id' .* mean 'usr_id'"),
+    "one of several": (lambda: plan(["shp"]).check_features(["shop"], partly=True), "'shop' is in no .* mean 'shp'"),
     "feature in no model": (lambda: plan(["a", "bs"]).check_features(["bs"]), "'a' is in the tower plan but not in"),
     "shared table": (lambda: plan(["a"], ["b"]).tables_by_tower([table("tab", "a", "b")]),
                      r"'tab' is shared by features of different towers \('a' in tower_0"),

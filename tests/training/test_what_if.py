@@ -324,6 +324,7 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     assert fast["seconds"] == pytest.approx(sum(fast["exposed"].values()))
     assert fast["uplink_bytes"] == slow["uplink_bytes"]
     assert fast["seconds"] < slow["seconds"]
+    assert "(another AUC: docs/quality.md)" in run("demo", *PAIRS, *values, "1").output
 
 
 def test_alternatives_that_take_equally_long_are_all_shown_and_none_is_called_the_fastest(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def _measure(
     from dmt.training.affinity import affinity_of_run, interactions_of
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
-    click.echo(f"Measuring {'interactions' if strategy == 'interactions' else 'affinity'} of {data or run}", err=True)
+    what = "interactions (up to 15 minutes)" if strategy == "interactions" else "affinity"
+    click.echo(f"Measuring {what} of {data or run}", err=True)
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     # A file alone does not determine the tables: the model chooses their number of columns.
