@@ -247,8 +247,6 @@ def _performance_sentences() -> Iterable[str]:
     halves = (_best(contenders, "fp16"), *(contenders[name] for name in names))
     cells = [f"{found.median:.2f} ({_megabytes(found)})" for found in halves]
     yield "best flat {}, unchanged over towers {}, products at ratio 16 with small tables outside {}".format(*cells)
-    compute = [found.compute for found in contenders.values() if found.family not in ("flat", "etc")]
-    yield f"computes for {min(compute):.1f} to {max(compute):.1f} seconds"
     wires = [run["wire"] for run in _record("steps")["runs"] if run.get("wire")]
     gloo = [wire["all_to_all_ratio"] for wire in wires]
     yield f"took {min(gloo):.2f} to {max(gloo):.2f} times bytes / rate"
