@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
 from dmt.sharding.explanation import RankLoad, TableSharding, TowerShardingPlan
-from dmt.sharding.packing import Option, Packing, Problem, Vector, pack
+from dmt.sharding.packing import Option, Problem, Vector, pack
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, Allowed, ShardingRules, TablePlacement, check_columns
 
 __all__ = ["plan_tables"]
@@ -64,17 +62,8 @@ def plan_tables(
         check_columns(table)
     model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
     allowed = (rules or ShardingRules()).resolve(tables_by_tower, topology.ranks_per_tower, outside)
-
-    def towers(model: CostModel) -> list[_Tower]:
-        held = _on_every_rank(outside, model)[1]
-        return [_Tower(number, tables, allowed, model, held) for number, tables in enumerate(tables_by_tower)]
-
-    def fits(batch_size: int) -> bool:
-        smaller = replace(model, workload=replace(model.workload, batch_size=batch_size))
-        return all(tower.packing()[2] is not None for tower in towers(smaller))
-
-    everywhere, _ = _on_every_rank(outside, model)
-    planned = [tower.plan(fits) for tower in towers(model)]
+    everywhere, held = _on_every_rank(outside, model)
+    planned = [_Tower(number, tables, allowed, model, held).plan() for number, tables in enumerate(tables_by_tower)]
     return TowerShardingPlan(
         topology=topology,
         workload=model.workload,
@@ -111,13 +100,6 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
     ], held
 
 
-class _NoRoomError(InputError):
-    """Tables do not fit into memory. The message is made when it is read: its search for a batch size is slow."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]())
-
-
 @dataclass(frozen=True, eq=False)
 class _Tower:
     """The tables of one tower, to be placed on its ranks."""
@@ -129,17 +111,31 @@ class _Tower:
     held: Vector
     """Load that tables outside towers put on a rank, [4]."""
 
-    def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
-        """Places the tables; returns their entries and the ranks' loads. ``fits`` says whether a batch size fits."""
-        placements, problem, packing = self.packing()
+    def plan(self) -> tuple[list[TableSharding], list[RankLoad]]:
+        """Places the tables; returns their entries and the ranks' loads."""
+        # Sorted by name, so that the order in which they were given does not matter.
+        tables = sorted(self.tables, key=lambda table: table.name)
+        placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
+        seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
+        free = [table for table in tables if table.name not in placements]
+        problem = Problem(
+            options=[sorted(self._options(table), key=lambda option: float(option.costs.sum())) for table in free],
+            cost=seconds,
+            memory=memory + activations,
+            capacity=self.model.hardware.memory_per_rank or np.inf,
+            fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
+            used=frozenset(SCHEMES.index(placement.scheme) for placement in placements.values()),
+            avoided=SCHEMES.index("column_wise"),
+            tolerance=_COLUMN_GAIN,
+        )
+        packing = pack(problem) if problem.memory.max() <= problem.capacity else None
         if packing is None:
-            raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))
-        free = [table for table in self._sorted if table.name not in placements]
+            raise InputError(self._no_room(problem))
         for item, table in enumerate(free):
             scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
             ranks = sorted(ranks) if scheme in EVERYWHERE else ranks
             placements[table.name] = self.allowed[table.name].place(scheme, ranks)
-        loads = self._loads(self._sorted, placements)
+        loads = self._loads(tables, placements)
         loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
         entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
         ranks = [
@@ -154,29 +150,6 @@ class _Tower:
             for local, (seconds, memory, activations, averaged) in enumerate(loads.T.tolist())
         ]
         return entries, ranks
-
-    @property
-    def _sorted(self) -> list[Any]:
-        """The tables sorted by name, so that the order in which they were given does not matter."""
-        return sorted(self.tables, key=lambda table: table.name)
-
-    def packing(self) -> tuple[dict[str, TablePlacement], Problem, Packing | None]:
-        """Returns pinned placements, the packing problem of the other tables, and its solution; None: no room found."""
-        tables = self._sorted
-        placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
-        seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
-        free = [table for table in tables if table.name not in placements]
-        problem = Problem(
-            options=[sorted(self._options(table), key=lambda option: float(option.costs.sum())) for table in free],
-            cost=seconds,
-            memory=memory + activations,
-            capacity=self.model.hardware.memory_per_rank or np.inf,
-            fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
-            used=frozenset(SCHEMES.index(placement.scheme) for placement in placements.values()),
-            avoided=SCHEMES.index("column_wise"),
-            tolerance=_COLUMN_GAIN,
-        )
-        return placements, problem, pack(problem) if problem.memory.max() <= problem.capacity else None
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
         """Returns the loads of ``tables`` and the tables outside towers on every rank, [4, L], without fixed costs."""
@@ -206,8 +179,8 @@ class _Tower:
             seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
             yield Option(np.zeros(parts) + seconds, np.zeros(parts) + memory, SCHEMES.index(scheme))
 
-    def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> str:
-        """Returns a message: what all tables need, which table needs most on one rank, and a batch size that fits."""
+    def _no_room(self, problem: Problem) -> str:
+        """Returns a message: what all tables need, and which table needs most on one rank."""
         largest = 0, "", ""
         needed = activations = 0
         for table in self.tables:
@@ -222,18 +195,15 @@ class _Tower:
         limit, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
         _, weights, looked_up, _ = self.held
         room = limit - weights - looked_up
-        # In steps of 1 %, and the smallest first: often none fits, and each try plans all towers.
-        sizes = range(batch - 1, 0, -max(1, batch // 100))
-        index = bisect_left(sizes, True, key=fits) if fits(1) else len(sizes)
-        smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
         beside = f" besides {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return (
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
             f"batch_size={batch}, but {counted(num_ranks, 'rank')} with memory_per_rank={human_bytes(limit)} have "
             f"{human_bytes(num_ranks * room)}{beside}. A rank must hold {human_bytes(memory)} of table {name!r}, even "
-            f"if it is {scheme}. {smaller}et large tables be row_wise, allow more memory (sharding.memory_gib), use "
-            "more ranks per tower, a smaller data type or optimizer state, or move tables to other towers."
+            f"if it is {scheme}. Let large tables be row_wise, lower batch_size, allow more memory "
+            "(sharding.memory_gib), use more ranks per tower, a smaller data type or optimizer state, or move tables "
+            "to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:
