@@ -42,7 +42,6 @@ TABLE = r"""
 return ranks.reshape(*sizes, self.num_replicas).transpose(2, 0, 1) => return ranks.reshape(self.num_replicas, *sizes)
 self._groups(0, 2, 1, size=self.num_towers) => self._groups(0, 1, 2, size=self.num_towers)
 return rank // self.host_size => return rank % self.host_size
-self.peer_groups()[: self.ranks_per_tower] => self.tower_groups()[: self.num_towers]
 ## dmt/sharding/plan_tables.py :: tests/dmt/test_tower_sharding.py -k hard
 sorted(ranks) if scheme in EVERYWHERE else ranks => sorted(ranks)
 ## dmt/sharding/schemes.py :: tests/dmt/test_tower_sharding.py -k copies
@@ -63,10 +62,10 @@ self._set_drifted(self.delays_states and => self._set_drifted(False and
 self._states.forget() => pass
 module.flush()\n        for part in => pass\n        for part in
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_peer_exchange.py -k rows_go_to_their_samples
-gradients.div_(len(self._sizes)) if get => gradients if get
+gradients.div_(len(ctx.transfer.sizes)) if get => gradients if get
 self._pending.wait()\n => pass\n
-zip(blocks, self._shapes, strict=True) => zip(blocks[::-1], self._shapes, strict=True)
-shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1]]
+zip(blocks, transfer.shapes, strict=True) => zip(blocks[::-1], transfer.shapes, strict=True)
+shape[-1] for shape in transfer.shapes] => shape[-1] for shape in transfer.shapes[::-1]]
 ## dmt/sptt/tower_lookup.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-3"
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in

@@ -245,35 +245,11 @@ class _Transfer:
     """One exchange and its receive buffers, in the forward and then in the backward pass."""
 
     def __init__(self, exchange: PeerExchange, sizes: list[int], shapes: list[tuple[int, ...]]) -> None:
-        self.exchange = exchange
-        self._sizes, self._shapes = sizes, shapes
+        self.exchange, self.sizes, self.shapes = exchange, sizes, shapes
         self._pending: PendingExchange | None = None
         self._arriving: list[Tensor] = []
 
-    def start_forward(self, numbers: Tensor) -> None:
-        """Sends each peer its block."""
-        blocks = numbers.contiguous().view(-1).split(self._sizes)
-        self._start(blocks, [math.prod(shape) for shape in self._shapes], self.exchange.forward_codec)
-
-    def end_forward(self) -> Tensor:
-        """Waits; returns the blocks of all peers side by side."""
-        blocks = self._end(self.exchange.forward_codec)
-        return torch.cat([block.view(shape) for block, shape in zip(blocks, self._shapes, strict=True)], dim=-1)
-
-    def start_backward(self, gradients: Tensor) -> None:
-        """Sends each peer the gradients of its block."""
-        # The transposed exchange: blocks that arrived side by side go back one after another.
-        blocks = gradients.split([shape[-1] for shape in self._shapes], dim=-1)
-        self._start([block.contiguous().view(-1) for block in blocks], self._sizes, self.exchange.backward_codec)
-
-    def end_backward(self) -> Tensor:
-        """Waits; returns the gradients of all numbers that this rank sent, 1-D, peer by peer."""
-        gradients = torch.cat(self._end(self.exchange.backward_codec))
-        # Each of the T peers sent the gradient of its own mean loss; tables get the mean over all ranks. In place,
-        # since `cat` made a new tensor.
-        return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
-
-    def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
+    def start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Starts to send a block to each peer, and to receive blocks of these sizes."""
         sent = list(blocks) if codec is None else [codec.encode(block) for block in blocks]
         exchange = self.exchange
@@ -281,7 +257,8 @@ class _Transfer:
         exchange.begun = [(owner, begun) for owner, begun in exchange.begun if not begun.is_done]
         exchange.begun.append((weakref.ref(self), self._pending))
 
-    def _end(self, codec: Any) -> list[Tensor]:
+    def end(self, codec: Any) -> list[Tensor]:
+        """Waits; returns the blocks of all peers, 1-D."""
         assert self._pending is not None, "an exchange ends only once"
         self._pending.wait()
         arrived, self._pending, self._arriving = self._arriving, None, []
@@ -293,24 +270,33 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, anchor: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer, ctx.shape = transfer, numbers.shape
-        transfer.start_forward(numbers)
+        blocks = numbers.contiguous().view(-1).split(transfer.sizes)
+        transfer.start(blocks, [math.prod(shape) for shape in transfer.shapes], transfer.exchange.forward_codec)
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> Any:
-        return ctx.transfer.end_backward().view(ctx.shape), None, None
+        gradients = torch.cat(ctx.transfer.end(ctx.transfer.exchange.backward_codec)).view(ctx.shape)
+        # Each of the T peers sent the gradient of its own mean loss; tables get the mean over all ranks. In place,
+        # since `cat` made a new tensor.
+        return gradients.div_(len(ctx.transfer.sizes)) if get_gradient_division() else gradients, None, None
 
 
 class _Wait(Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
-        return transfer.end_forward()
+        blocks = transfer.end(transfer.exchange.forward_codec)
+        return torch.cat([block.view(shape) for block, shape in zip(blocks, transfer.shapes, strict=True)], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        transfer = ctx.transfer
+        # The transposed exchange: blocks that arrived side by side go back one after another.
+        blocks = gradients[0].split([shape[-1] for shape in transfer.shapes], dim=-1)
         with profiler_range("exchange_outputs", backward=True):
-            ctx.transfer.start_backward(gradients[0])
+            sent = [block.contiguous().view(-1) for block in blocks]
+            transfer.start(sent, transfer.sizes, transfer.exchange.backward_codec)
         # An empty gradient only makes autograd call `_Start.backward` later, and do other work until then.
         return gradients[0].new_empty(0), None
 

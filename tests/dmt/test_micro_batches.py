@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dmt import InputError, MicroBatches, TowerMesh, run_in_micro_batches
 from dmt.collectives import PendingExchange
-from dmt.sptt.peer_exchange import PeerExchange, _Transfer
+from dmt.sptt.peer_exchange import PeerExchange, _Wait
 from dmt.testing import gather_plain_state
 from tests.parity import PipelinedBatch, SumTowerModule, draw_batch, fail, load_ramps, loss_of
 from tests.ranks import on_ranks
@@ -272,7 +272,7 @@ def watched(events: list[str]) -> contextlib.ExitStack:
         (PeerExchange, "__call__", "exchange begun"),
         (SumTowerModule, "forward", "tower module"),
         (PendingExchange, "wait", "waited for"),
-        (_Transfer, "start_backward", "gradients sent"),
+        (_Wait, "backward", "gradients sent"),
     ):
         stack.enter_context(patch.object(owner, name, logged(getattr(owner, name), event, events)))
     return stack
