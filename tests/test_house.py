@@ -123,7 +123,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         from dmt.plan.tables import TableSpec
         from dmt.sharding.plan_tables import plan_tables
 
-        TowerTopology(num_towers=2, ranks_per_tower=2).peer_order()
+        TowerTopology(num_towers=2, ranks_per_tower=2).peer_groups()
         affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
         plan = TowerPartitioner(num_towers=2).fit(affinity)
         assert plan.to_lists() == [["a", "b"], ["c"]]

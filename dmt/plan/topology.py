@@ -9,22 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError
 
-__all__ = ["RankCoordinates", "TowerTopology"]
-
-
-class RankCoordinates(NamedTuple):
-    """Position of a rank on the mesh axes ``"replica"``, ``"tower"`` and ``"local"``."""
-
-    replica: int
-    tower: int
-    local: int
+__all__ = ["TowerTopology"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +37,6 @@ class TowerTopology:
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
         >>> topology.tower_groups(), topology.peer_groups()
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-        >>> topology.peer_order()
-        [0, 2, 1, 3]
     """
 
     num_towers: int
@@ -120,9 +110,10 @@ class TowerTopology:
                 f"started with WORLD_SIZE={world_size}. Change the topology or the number of ranks."
             )
 
-    def coordinates(self, rank: int) -> RankCoordinates:
-        """Returns the mesh coordinates of a global rank; raises `IndexError` if the job has no such rank."""
-        return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Returns replica, tower and local index of a global rank; raises `ValueError` if the job has no such rank."""
+        ((replica, tower, local),) = np.argwhere(self._ranks == rank).tolist()
+        return replica, tower, local
 
     def host(self, rank: int) -> int:
         """Returns the host index of a global rank; hosts are blocks of `host_size` neighboring ranks."""
@@ -206,11 +197,3 @@ class TowerTopology:
         """Returns the ranks, in the order of these mesh axes, cut into groups of ``size``; each group is sorted."""
         groups: list[list[int]] = np.sort(self._ranks.transpose(axes).reshape(-1, size)).tolist()
         return groups
-
-    def peer_order(self) -> list[int]:
-        """Returns the ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c; for checks only.
-
-        The paper prints ``g % T`` as the first key, but its definition of peers, ``g_i % L == g_j % L``, requires
-        ``g % L``. In its example, T equals L.
-        """
-        return [rank for group in self.peer_groups()[: self.ranks_per_tower] for rank in group]

@@ -153,7 +153,9 @@ def test_ids_arrive_in_peer_order(rank: int, towers: int, ranks: int) -> None:
     lengths = torch.ones(6 * (rank + 1), dtype=torch.int64)
     arrived = exchange(KeyedJaggedTensor(keys, torch.full_like(lengths, rank), lengths=lengths)).wait().wait()
     assert arrived.keys() == [f"f{rank}"]
-    assert arrived.values().tolist() == [r for r in mesh.topology.peer_order() for _ in range(r + 1)]
+    # Peer order: by local index, then by tower. The paper prints g % T, but its definition of peers requires g % L.
+    peer_order = sorted(range(6), key=lambda g: (g % ranks, g // ranks))
+    assert arrived.values().tolist() == [r for r in peer_order for _ in range(r + 1)]
 
 
 @on_ranks(4)

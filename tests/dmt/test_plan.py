@@ -198,11 +198,6 @@ def test_links_of_a_ring_are_counted_from_host_to_host() -> None:
     assert six.ring_share_across_hosts([]) == 0
 
 
-def test_peer_order_of_the_paper() -> None:
-    assert TowerTopology(num_towers=2, ranks_per_tower=2).peer_order() == [0, 2, 1, 3]
-    assert TowerTopology(num_towers=3, ranks_per_tower=2).peer_order() == [0, 2, 4, 1, 3, 5]
-
-
 def mesh(towers: Any = 2, ranks: Any = 2, replicas: int = 1, **options: Any) -> TowerTopology:
     return TowerTopology(num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas, **options)
 
