@@ -311,9 +311,8 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         >>> seconds["compute"], seconds["embeddings"]
         (2.0, 1.0)
     """
-    # An operation begins with its latency, in which it occupies no resource.
-    stages: dict[str, list[dict[str, float]]] = {
-        operation.name: [{"latency": operation.latency}, dict(operation.seconds.items())] for operation in operations
+    left: dict[str, dict[str, float]] = {
+        o.name: {"latency": o.latency, **dict[str, float](o.seconds.items())} for o in operations
     }
     waiting = {operation.name: set(operation.after) for operation in operations}
     kinds = {operation.name: operation.kind for operation in operations}
@@ -323,33 +322,25 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         begun += [name for name, others in waiting.items() if not others]
         waiting = {name: others for name, others in waiting.items() if others}
         assert begun, "an operation waits for another that is not in the list"
-        left = {name: _left(stages[name]) for name in begun}
-        ended = [name for name, seconds in left.items() if not seconds]
+        for name in begun:
+            left[name] = {resource: seconds for resource, seconds in left[name].items() if seconds > _DONE}
+        ended = [name for name in begun if not left[name]]
         for name in ended:
             begun.remove(name)
             for others in waiting.values():
                 others.discard(name)
         if ended:
             continue
-        users = Counter(resource for seconds in left.values() for resource in seconds if resource != "latency")
+        # An operation begins with its latency, in which it occupies no resource.
+        in_use = [(left[name], ["latency"] if "latency" in left[name] else [*left[name]]) for name in begun]
+        users = Counter(resource for _, resources in in_use for resource in resources if resource != "latency")
         # Advance to the moment at which an operation is done with a resource.
-        step = min(s * users.get(resource, 1) for seconds in left.values() for resource, s in seconds.items())
-        for seconds in left.values():
-            for resource in seconds:
+        step = min(seconds[r] * users.get(r, 1) for seconds, resources in in_use for r in resources)
+        for seconds, resources in in_use:
+            for resource in resources:
                 seconds[resource] -= step / users.get(resource, 1)
         computing = [name for name in begun if kinds[name] == "compute"]
         seen = computing or [name for name in begun if kinds[name] != "program"] or begun
         for name in seen:
             exposed[kinds[name]] += step / len(seen)
     return exposed
-
-
-def _left(stages: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the remaining seconds of an operation's current stage, by resource; empty after its last stage."""
-    while stages:
-        for resource in [resource for resource, seconds in stages[0].items() if seconds <= _DONE]:
-            del stages[0][resource]
-        if stages[0]:
-            return stages[0]
-        stages.pop(0)
-    return {}
