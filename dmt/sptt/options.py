@@ -19,36 +19,26 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("hot_rows", "has_towers"): "hot rows need a flat model; towers send outputs of tower modules, not embeddings",
     ("hot_rows", "num_replicas"): "hot rows need num_replicas=1; copies would have to be averaged over all replicas",
 }
-"""Message for each pair of arguments of `refuse` that cannot both differ from their defaults."""
+"""Message for each pair of options that cannot both differ from their defaults."""
+
+_DEFAULTS = {
+    "id_route": "peer",
+    "unique": False,
+    "hot_rows": False,
+    "num_replicas": 1,
+    "has_towers": False,  # whether the model has tower modules
+    "sequences": False,  # whether a tower looks up an ``EmbeddingCollection``
+}
 
 
-def refusals(
-    *,
-    id_route: str = "peer",
-    unique: bool = False,
-    hot_rows: bool = False,
-    num_replicas: int = 1,
-    has_towers: bool = False,
-    sequences: bool = False,
-) -> list[tuple[bool, str]]:
-    """Returns for each pair of `REFUSALS` whether these options are refused, and the message.
-
-    ``has_towers`` says whether the model has tower modules, ``sequences`` whether a tower looks up an
-    ``EmbeddingCollection``. Leave out options whose values are not known yet.
-    """
-    is_set = {
-        "id_route": id_route != "peer",
-        "unique": unique,
-        "hot_rows": hot_rows,
-        "num_replicas": num_replicas > 1,
-        "has_towers": has_towers,
-        "sequences": sequences,
-    }
-    return [(is_set[a] and is_set[b], f"{message}. Leave out one of the two.") for (a, b), message in REFUSALS.items()]
+def refusals(**options: Any) -> list[str]:
+    """Returns the message of each pair of `REFUSALS` that applies; leave out options that are not known yet."""
+    is_set = {name for name, value in options.items() if value != _DEFAULTS[name]}
+    return [f"{message}. Leave out one of the two." for pair, message in REFUSALS.items() if is_set.issuperset(pair)]
 
 
 def refuse(**options: Any) -> None:
-    """Raises `InputError` with the first message of `refusals` that applies to these options, if any does.
+    """Raises `InputError` with the first message of `refusals` for these options, if there is one.
 
     Example:
         >>> refuse(unique=True, id_route="global")
@@ -57,6 +47,5 @@ def refuse(**options: Any) -> None:
         dmt.errors.InputError: unique=True needs id_route='peer'; the global route sends the ids of every sample. \
 Leave out one of the two.
     """
-    for is_refused, message in refusals(**options):
-        if is_refused:
-            raise InputError(message)
+    for message in refusals(**options):
+        raise InputError(message)

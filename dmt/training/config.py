@@ -337,6 +337,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
     """Returns pairs like those of `_refusals_within_sections`, for settings of different sections."""
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
+    refused_pairs = refusals(hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers)
     sync_every = config.replicas.sync_every
     return [
         (
@@ -359,7 +360,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
             "sharding.scheme='planner' is TorchRec's planner, for sharding.dataflow='flat', but this run has the tower "
             "dataflow. Use 'auto'.",
         ),
-        *refusals(hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers),
+        *((True, message) for message in refused_pairs),
         (
             train.dense_reduce != "ring" and places.num_hosts == 1,
             f"train.dense_reduce={train.dense_reduce!r} reduces inside each host and then between hosts, but topology "

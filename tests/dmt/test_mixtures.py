@@ -82,7 +82,7 @@ class Mixture(Case):
         """Words of which the refusal must contain one; none if the mixture must train."""
         options = {"id_route": self.id_route, "unique": self.unique, "hot_rows": self.hot}
         more = {"has_towers": self.kind != "flat", "sequences": bool(self.sequences), "num_replicas": self.replicas}
-        words = [message for is_refused, message in refusals(**options, **more) if is_refused]
+        words = refusals(**options, **more)
         words += ["mean pooling of weighted bags"] * (self.weighted and "MEAN" in self.pooling)
         is_everywhere = self.id_route == "global" and bool(self.schemes & {"row_wise", "data_parallel"})
         return words + ["id_route='global' would send all ids to every rank of the tower"] * is_everywhere
