@@ -109,12 +109,11 @@ def pack(problem: Problem) -> Packing | None:
         The packing; None if it finds none within the memory limit.
     """
     packings: list[Packing] = []
-    differenced: dict[tuple[int, ...], Packing] = {}
     for part in _by_kinds(problem):
         least = min((packing.objective for packing in packings), default=np.inf)
         # Leaving out kinds saves at most their fixed costs.
         if not packings or problem.fixed_cost(problem.kinds) - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
-            packings += _with_finer_cuts(part, least * (1 + problem.tolerance), differenced)
+            packings += _with_finer_cuts(part, least * (1 + problem.tolerance))
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
     good = [packing for packing in packings if packing.objective <= most]
 
@@ -134,11 +133,10 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
                 yield replace(problem, options=options)
 
 
-def _with_finer_cuts(problem: Problem, most: float, differenced: dict[tuple[int, ...], Packing]) -> Iterator[Packing]:
+def _with_finer_cuts(problem: Problem, most: float) -> Iterator[Packing]:
     """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
 
-    Yields none if all would cost more than ``most`` or need more memory than all ranks have. Many limits and sets of
-    kinds lead to the same options, so ``differenced`` stores the packing of each list of options.
+    Yields none if all would cost more than ``most`` or need more memory than all ranks have.
     """
     least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
@@ -152,9 +150,7 @@ def _with_finer_cuts(problem: Problem, most: float, differenced: dict[tuple[int,
     for limits in [(target * mean, part * mean) for target, part in _TARGETS]:
         if (better := greedy(problem, *limits)) is None:
             continue
-        preferred = [better.chosen[item] for item in range(len(problem.options))]
-        key = tuple(map(id, preferred))
-        second = differenced[key] = differenced.get(key) or differencing(problem, preferred)
+        second = differencing(problem, [better.chosen[item] for item in range(len(problem.options))])
         if (second.memory <= problem.capacity).all() and second.objective < better.objective:
             better = second
         yield better
