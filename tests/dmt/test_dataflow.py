@@ -55,7 +55,6 @@ from tests.parity import (
     FlatModel,
     PassThrough,
     PipelinedBatch,
-    SumTowerModule,
     fail,
     loss_of,
 )
@@ -187,8 +186,8 @@ def test_a_checkpoint_does_not_know_the_placement(rank: int, tmp_path: Path) -> 
 @on_ranks(4)
 def test_an_unsharded_state_loads_into_the_sharded_model(rank: int) -> None:
     mesh = TowerMesh(TWO_BY_TWO.topology)
-    for kind in ("modules", "flat"):
-        case = replace(TWO_BY_TWO, dims=(8, 16, 12, 8), scheme="mixed", kind=kind)
+    for options in ({}, {"kind": "flat", "plan": ((0, 2), (3,)), "outside": (1,)}):
+        case = replace(TWO_BY_TWO, dims=(8, 16, 12, 8), scheme="mixed", **options)
         model, state = shard(case, build(case), mesh), build(case).state_dict()
         state = gather_objects(state, mesh.global_group)[0]  # each rank has drawn its own
         assert not any(model.load_state_dict(dict(state))), "keys of other towers are not unexpected"
@@ -381,17 +380,26 @@ class ByPosition(nn.Module):
         return embeddings.values()
 
 
+class Projected(nn.Linear):
+    def forward(self, embeddings: Any) -> Tensor:
+        return super().forward(embeddings.values())
+
+
 @on_ranks(2)
 def test_towers_of_other_dtypes_meet_in_the_widest(rank: int) -> None:
-    """A linear tower puts out BF16, the other one FP32: they meet in the widest. A module may read by position."""
-    case = replace(TWO, dims=(8, 8), plan=((0,), (1,)))
-    plain = towers_of([SumTowerModule(["f0"], [8], 8), ByPosition()])
-    model = loaded(plain, TowerCollectionSharder(TowerMesh(TWO.topology)))
-    ids, _ = case.draw(rank, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, expected = model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, expected)
+    """A linear tower puts out BF16, a module that reads by position FP32. Later outputs may not be wider."""
+    sharder = TowerCollectionSharder(TowerMesh(TWO.topology))
+    ids, _ = replace(TWO, dims=(8, 8), plan=((0,), (1,))).draw(rank, 0)
+    for other, dtype in ((ByPosition(), torch.float32), (Projected(8, 8), torch.bfloat16)):
+        torch.manual_seed(0)  # ranks have drawn different numbers of times
+        plain = towers_of([Projected(8, 8), other])
+        model: Any = loaded(plain, sharder)
+        with torch.autocast("cpu", torch.bfloat16):
+            got, expected = model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids)
+        assert got.dtype == dtype
+        assert torch.equal(got, expected)
+    with pytest.raises(InputError, match=r"in torch\.float32, but in the first batch .* in torch\.bfloat16\. Return"):
+        model.module.sparse_arch(ids).wait()
 
 
 @pytest.mark.parametrize(

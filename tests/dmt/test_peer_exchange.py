@@ -92,6 +92,7 @@ def test_rows_go_to_their_samples_and_gradients_come_back(rank: int, in_one: boo
         check_several_at_once(exchange, rank)
         with torch.no_grad():
             assert torch.equal(exchange(sent_by(rank, 1, (3, 0, 5)), (3, 0, 5)).wait(), gathered(rank, 1, (3, 0, 5)))
+        assert len(exchange.begun) == 1, "exchanges that have ended would be kept"
         pending, arriving = start_exchange([torch.ones(2)] * T, [2] * T, dist.group.WORLD)
         held = {tensor.untyped_storage().data_ptr() for tensor in pending._tensors}
         assert {tensor.untyped_storage().data_ptr() for tensor in arriving} <= held, "a stream is told of all"
@@ -112,6 +113,7 @@ def test_one_tower_may_change_its_dtype(rank: int) -> None:
     """For example after training under autocast; several towers must agree on a dtype."""
     first, then = (TowerOutput(torch.ones(4, 2, dtype=d), [("f", 2)], [0]) for d in (torch.bfloat16, torch.float32))
     agreed = AgreedOutputs.gather(first, dist.group.WORLD, precision=None, tag=1)
+    assert agreed.exchange.tag == 1
     for output in (first, then):
         columns = agreed.exchange(agreed.checked(output, 4), [4]).wait()
         assert columns.dtype == output.columns_PO.dtype
@@ -223,6 +225,7 @@ def test_a_first_use_without_gradients_leaves_those_of_the_forward_pass() -> Non
         with pytest.raises(InputError, match=r"Pass result\.clone\(\)"), pytest.warns(UserWarning, match="be None"):
             checkpoint(torch.neg, outputs, use_reentrant=True)
     assert torch.equal(weight.grad, torch.full((2,), -6.0))  # type: ignore[arg-type]
-    with torch.no_grad():
+    with torch.inference_mode():
         evaluated = Pending(lambda: 3 * weight)
+        assert float(torch.sum(evaluated)) == 6
     assert not evaluated.wait().requires_grad

@@ -336,7 +336,6 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for name, value, kind, attempt in (
         ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
         ("mesh", "None", "TowerMesh", lambda job: HotRows(build(FLAT), None)),  # type: ignore[arg-type]
-        ("mesh", "TowerTopology", "TowerMesh", lambda job: ReplicaSync(build(FLAT), job.two.topology)),  # type: ignore[arg-type]
         ("topology", "TowerMesh", "TowerTopology", lambda job: TowerShardingPlanner(job.two)),  # type: ignore[arg-type]
         ("fused_params", "adam", "dict", lambda job: flat_sharder(job.two, fused_params="adam")),
         ("model", "tuple", "Module", lambda job: clip_grad_norm(iter(()), 1.0)),  # type: ignore[arg-type]

@@ -138,7 +138,6 @@ def test_what_is_loaded_is_not_mixed_with_what_was_under_way(rank: int) -> None:
     assert not sync._states._works, "a delayed mean of other states would be mixed into those that were loaded"
     sync.sync()
     sync.check()
-    assert not drifted(model)
 
 
 @on_ranks(4)

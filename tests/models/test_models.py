@@ -33,7 +33,7 @@ BUILDERS = {
         tables=tables, dense_in_features=13, cross_rank=4, options=options
     ),
     "DMTDLRM": lambda tables, plan, options=OPTIONS: DMTDLRM(
-        tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, c=1, p=1, options=options
+        tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, c=2, p=1, options=options
     ),
     "DMTDCN": lambda tables, plan, options=OPTIONS: DMTDCN(
         tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=options
@@ -85,6 +85,7 @@ def test_train_pipeline_can_trace_the_model(build, tables, plan):
 def test_everything_can_be_built_on_meta(build, tables, plan):
     model = build(tables, plan, ModelOptions(device="meta"))
     assert all(parameter.is_meta for parameter in model.parameters())
+    assert isinstance(model.over_arch[-1], nn.Linear), "logits may be negative"
 
 
 def _copy_flat_weights(flat, towered):
@@ -189,13 +190,13 @@ def test_features_outside_towers_interact_as_they_are(name, dense_features, spar
     logits.square().sum().backward()
     assert [key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
     assert list(model.outside_arch.embedding_bags) == ["t0", "t2"]
-    # Of c=1 and p=1 two vectors a tower, and of DCN one; then those of the two features, and the dense one.
+    # Of c=2 and p=1 three vectors a tower, and of DCN one; then those of the two features, and the dense one.
     towers = model.sparse_arch(sparse_features)
     beside = model.outside_arch(sparse_features)
     vectors = torch.cat([towers, beside["f2"], beside["f0"]], dim=1)
     dense = model.dense_arch(dense_features)
     if name == "DMTDLRM":
-        crossed = model.inter_arch(dense, vectors.reshape(5, 6, 4))
+        crossed = model.inter_arch(dense, vectors.reshape(5, 8, 4))
     else:
         crossed = model.inter_arch(torch.cat([dense, vectors], dim=1))
     assert torch.equal(model.over_arch(crossed), logits)

@@ -40,6 +40,7 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
     assert shares == pytest.approx([1.0, 1.0, 0.8335, 0.667, 0.5, 0.5])
     assert replace(rates, uplink_by_ranks={}).uplink_rate(512) == rates.uplink_bytes_per_s
     assert rates.host_rate(512) == rates.host_bytes_per_s
+    assert A100.with_uplink(8.0).all_reduce.uplink_bytes_per_s == 1e9
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,8 @@ def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     saved = sum(costs.of(table).saved for table in job.tables if table.name in ("t_C1", "t_C3"))
     work, other = work_of(job), work_of(without)
     across = [sum(load.uplink for load in one.sent.values()) for one in (work, other)]
+    assert job.sharding is not None
+    assert work.rank_bytes[0] == max(rank.needed for rank in job.sharding.ranks)
     # Their vectors are as many and as wide as those that towers send for them.
     assert (work.model.dense_bytes, work.output_bytes) == (other.model.dense_bytes, other.output_bytes)
     assert across[1] - across[0] == pytest.approx(saved)

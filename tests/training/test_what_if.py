@@ -86,6 +86,7 @@ def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
     work = work_of(job)
     assert work.sent["peer_outputs"].uplink == pytest.approx(sent)
     assert work.loads["peer_outputs"].uplink == pytest.approx(sent / 2 * 4 / 3)
+    assert work.embedding_bytes == work.output_bytes == 4 * 16 * 48
     # The ids and lengths of their 4 features, 8 bytes each, from 3 other ranks each.
     assert work.loads["peer_ids"].uplink == pytest.approx(16 * 3 * 4 * 2 * 8 * 2 / 3)
     # Rank 0: weights, and embeddings with their gradients of 64 samples.
@@ -110,11 +111,12 @@ def test_towers_get_distinct_inputs_at_most_as_many_as_rows() -> None:
         assert work.loads[name].uplink == 2 * 4 * 8 * (16 + 16 + 4 + 4)
     # In the second tower every feature is filled up to 16 rows of each of four ranks; half stays on its rank.
     assert work.sent["tower_outputs"].inside == 4 * 8 * 4 * (5 + 4 * 16) / 2
-    assert work.embedding_bytes == 4 * 8 * 2 * 4 * 16
-    assert work.output_bytes == 4 * 8 * 5 * 16
+    assert (work.embedding_bytes, work.output_bytes) == (4 * 8 * 2 * 4 * 16, 4 * 8 * 5 * 16)
     # Only backward: a number of 4 bytes becomes one of 2 before the exchange, and one of 4 after it.
     sharding["backward_precision"] = "bf16"
-    halved = work_of(make_job(small("dlrm", sharding=sharding), tables, 3, towers=towers))
+    config = small("dlrm", sharding=sharding, train={"dense_reduce": "hierarchical"})
+    halved = work_of(make_job(config, tables, 3, towers=towers))
+    assert (work.is_hierarchical, halved.is_hierarchical) == (False, True)
     assert (work.converted_bytes, halved.converted_bytes) == ((0, 0), (0, 2 * 6 * 8 * (5 + 16 + 16 + 4 + 4)))
 
 
