@@ -305,6 +305,7 @@ def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConn
         raise InputError(f"--memory-gib {memory_gib} must be a number of at most 1e6. Give the GiB to use.")
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'; SET parquet_metadata_cache = true")
+    connection.sql("SET disabled_optimizers = 'common_subexpressions'")  # takes seconds for thousands of columns
     return connection
 
 

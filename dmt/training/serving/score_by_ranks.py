@@ -53,9 +53,8 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, a function is not allowed, a logit is
-            not finite, ``out`` exists or is not writable, ``model`` is an exported program, or the rows come from a
-            ``data.source``.
+        InputError: model or data cannot be read or do not fit each other, a function is not allowed, a logit is not
+            finite, ``out`` exists or is not writable, ``model`` is exported, or the rows come from a ``data.source``.
     """
     with process_group(partial(_joining, model, out, world_size)) as (_, everyone):
         checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
