@@ -7,12 +7,14 @@ import json
 
 import numpy as np
 import pytest
+from scipy.spatial.distance import pdist
 from threadpoolctl import threadpool_limits
 
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner, tower_affinity
 from dmt.partitioner.partition import compare_towers, judge_meaning
+from dmt.partitioner.points import group_points
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import sets, tables_of
@@ -85,6 +87,16 @@ def test_features_outside_are_left_out_and_the_plan_names_them():
         TowerPartitioner(num_towers=1, rules=PartitionRules(outside=["b"])).fit(pair)
 
 
+def test_without_refine_towers_are_the_groups_of_points():
+    affinity, _ = planted_affinity(10, 3, seed=2, within=0.3, between=0.3, noise=0.3)
+    refined, found = (TowerPartitioner(num_towers=3, refine=refine).partition(affinity) for refine in (True, False))
+    labels = group_points(found.points, 3, sizes=(3, 4), seed=0)
+    groups = TowerPlan.from_lists([[affinity.features[i] for i in np.flatnonzero(labels == t)] for t in range(3)])
+    assert sets(found.plan) == sets(groups) != sets(refined.plan)
+    made, wanted = pdist(found.points), 1 - affinity.matrix[np.triu_indices(10, k=1)]
+    assert found.normalized_stress == pytest.approx(np.linalg.norm(made - wanted) / np.linalg.norm(wanted))
+
+
 def test_one_feature():
     plan = TowerPartitioner(num_towers=1).fit(FeatureAffinity(matrix=[[1.0]], features=["only"]))
     assert plan.to_lists() == [["only"]]
@@ -136,7 +148,8 @@ def test_auto_is_resolved_by_the_measure_and_the_tower_modules():
         plan = TowerPartitioner(num_towers=2, keeps_interactions=keeps).fit(measured)
         assert plan.strategy == strategy
         assert any({"a", "f"} <= set(tower) for tower in plan.to_lists()) == together
-    assert TowerPartitioner(num_towers=2).fit(planted_affinity(8, 2, seed=0)[0]).strategy == "coherent"
+    cosines = TowerPartitioner(num_towers=2, keeps_interactions=False).fit(planted_affinity(8, 2, seed=0)[0])
+    assert cosines.strategy == "coherent"
     with pytest.raises(InputError, match="measure is TowerPlan"):
         TowerPartitioner(num_towers=2).fit(plan)
     for strategy, measure in (("together", planted_affinity(8, 2, seed=0)[0]), ("coherent", measured)):
@@ -204,6 +217,10 @@ def test_random_towers_obey_the_rules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dmt.partitioner.partitioner, "compare_towers", spy)
         partitioner.partition(measured, tables=tables)
+        under_limits, seen = seen, []
+        TowerPartitioner(num_towers=4, rules=PartitionRules(categories={"x": names[:9]})).partition(measured)
+    assert all({towers[name] for name in names[:9]}.isdisjoint(towers[name] for name in names[9:]) for towers in seen)
+    seen = under_limits
     assert len(seen) > 50
     assert len({tuple(sorted(towers.items())) for towers in seen}) > 50
     for towers in seen:

@@ -40,8 +40,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
 
     def asked(matrix: Any, features: Sequence[str], **more: Any) -> list[object]:
         affinity = FeatureAffinity(matrix=matrix, features=list(features), **more)
-        monkeypatch.setattr(module, "affinity_of_run", lambda run, **_: affinity)
-        return ["--checkpoint", "run", "--tower-module", "dlrm"]
+        monkeypatch.setattr(module, "affinity_of_run", lambda run, data_path, **_: {"rows": affinity}[data_path])
+        return ["--checkpoint", "run", "--data", "rows", "--tower-module", "dlrm"]
 
     return asked
 
@@ -86,10 +86,10 @@ def test_rules_limits_and_a_report(tmp_path: Path, measured: Callable[..., list[
     (tmp_path / "rules.toml").write_text(
         'max_work_ratio = 1.9\napart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
     )
-    asked = [*run, "--rules", tmp_path / "rules.toml", "--towers", 4, "--balance-ratio", "inf"]
+    asked = [*run, "--rules", tmp_path / "rules.toml", "--towers", 4, "--balance-ratio", "inf", "--seed", 5]
     asked += ["--strategy", "diverse", "--report", tmp_path / "report"]
     plan, result = partitioned(tmp_path / "new" / "towers.json", *asked)
-    assert (plan.strategy, plan.tables) == ("diverse", tables)
+    assert (plan.strategy, plan.seed, plan.tables) == ("diverse", 5, tables)
     assert [tower.name for tower in plan.towers] == ["user_0", "user_1", "item_0", "item_1"]
     assert all(feature.startswith(tower.name[:4]) for tower in plan.towers for feature in tower.features)
     assert not any({"user_0", "user_1"} <= set(tower.features) for tower in plan.towers)
@@ -125,10 +125,10 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])
 def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str, rows: Path, tmp_path: Path) -> None:
-    data = {"kind": "columns", "train_path": str(rows), "categorical": ["c_*"], "dense": ["d_*"]}
+    data = {"kind": "columns", "train_path": "gone.csv", "categorical": ["c_*"], "dense": ["d_*"]}
     run = small(arch, data=data)
     make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(run)})
-    asked = ["--checkpoint", tmp_path / "run", "--towers", 3, "--out", tmp_path / "towers.json"]
+    asked = ["--checkpoint", tmp_path / "run", "--data", rows, "--towers", 3, "--out", tmp_path / "towers.json"]
     # By default towers go by interactions where their modules keep them, and say so; else there are no weights.
     by_default = dmt("partition", *asked, code=0 if arch == "dcn" else 2)
     assert ("Strategy: interactions." in by_default.stderr) == (arch == "dcn")

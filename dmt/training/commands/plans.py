@@ -62,7 +62,6 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
         strategy=sense if strategy == "interactions" else strategy,
-        keeps_interactions=keeps_interactions,
         balance_ratio=options["balance_ratio"],
         seed=options["seed"],
         rules=rules,
