@@ -76,10 +76,10 @@ def rows(split: str, shard: int, num_shards: int, options: dict[str, Any], **_: 
         yield FORMS[options.get("form", "table")](batch)
 
 
-def late(split: str, shard: int, num_shards: int, **_: Any) -> Iterator[Any]:
+def late(split: str, shard: int, num_shards: int, seed: int, epoch: int, **_: Any) -> Iterator[Any]:
     """Rows after a batch without any."""
     yield {"label": np.zeros(0), "1": np.zeros(0), "2": []}
-    yield {"label": [0, 1] * 9, "1": [0.0, 1.0] * 9, "2": [["a"], ["b", "a"]] * 9}
+    yield {"label": [0, 1] * 9, "1": [float(seed), float(epoch)] * 9, "2": [["a"], ["b", "a"]] * 9}
 
 
 class Resumable:
@@ -211,9 +211,10 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
 
 
 def test_columns_are_found_in_the_first_batch_with_rows() -> None:
-    data = ClickData(config_of("late", dense=("1",), categorical=("2",)))
+    data = ClickData(config_of("late", dense=("1",), categorical=("2",), shuffle_seed=7))
     assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
-    assert len(list(data.batches("train", rank=0, world_size=1, batch_size=6))) == 3
+    batches = data.batches("train", rank=0, world_size=1, batch_size=6, epoch=2)
+    assert [batch.dense_features.flatten().tolist() for batch in batches] == [[7.0, 2.0] * 3] * 3
     found = ClickData(config_of("rows", categorical=("[bcln]*",))).columns.feature_names
     assert found == ("bag", "c", "n"), "by name: another process may yield them in another order"
     with pytest.raises(InputError, match="has no batch with rows"):
