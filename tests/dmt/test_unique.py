@@ -1,4 +1,4 @@
-"""Unique inputs: the rows found, the bytes sent, training as without them, and faults that must be noticed."""
+"""Unique inputs: the rows found, bytes, gradients of shared rows, batches in flight; parity is elsewhere."""
 
 from __future__ import annotations
 
