@@ -82,6 +82,18 @@ moment_scaled(fused_settings(weights[name], fused_params), scale) => fused_setti
 ## dmt/sptt/flat.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 4"
 part_sizes(len(outside_B), len(arriving)) => part_sizes(len(outside_B), len(arriving))[::-1]
 part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
+## dmt/sptt/unique.py :: tests/dmt/test_pretended_gpu.py
+torch.arange(num_samples, device=device) => torch.arange(num_samples)
+## dmt/sptt/rows.py :: tests/dmt/test_pretended_gpu.py
+numbers.to(ids.device()).unsqueeze => numbers.unsqueeze
+## dmt/hot_rows/touched_sum.py :: tests/dmt/test_pretended_gpu.py
+dtype=torch.uint8, device=bits.device) => dtype=torch.uint8)
+## dmt/hot_rows/copies.py :: tests/dmt/test_pretended_gpu.py
+sizes.nonzero().flatten().to(self._device) => sizes.nonzero().flatten()
+## dmt/sharding/data_parallel.py :: tests/dmt/test_pretended_gpu.py
+dtype=torch.float32, device=device) => dtype=torch.float32)
+## dmt/training/agreement.py :: tests/dmt/test_pretended_gpu.py
+self._since.to(finite.device) => self._since
 ## dmt/plan/towers.py :: tests/dmt/test_plan.py -k balanced
 key=lambda tower: (sums[tower], len(towers[tower])) => key=lambda tower: len(towers[tower])
 hosts.count(place)] => hosts.count(place) or True]

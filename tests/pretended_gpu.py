@@ -3,15 +3,15 @@
 Tensors on it are CPU tensors, of which the storage has a mark. Each call of a function of torch carries the mark on,
 and raises if it mixes devices. So a test without a GPU notices a tensor that was made on the wrong device.
 
-What C++ makes, such as gradients, has no mark and mixes with both. Streams do nothing, NCCL is not there, and FBGEMM's
-tables run their CPU kernels: what these do on a GPU is not tested.
+There is one GPU. What C++ or another thread makes has no mark and mixes with both. Streams do nothing, NCCL is not
+there, and FBGEMM's tables run their CPU kernels: what these do on a GPU is not tested.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -22,14 +22,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["GPU", "MixedDevicesError", "pretended_gpu"]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-_ATTRIBUTES: Any = Tensor
-_DEVICE, _IS_CUDA, _IS_CPU, _GRAD = (getattr(_ATTRIBUTES, n).__get__ for n in ("device", "is_cuda", "is_cpu", "grad"))
+_ATTRIBUTES: Any = Tensor  # whose getters are functions of torch
 # Setters, getters and copies may have tensors of both.
 _MIX = ("__get__", "__set__", "copy_", "_has_compatible_shallow_copy_type")
 # A GPU's tensor may be indexed by one on the CPU.
@@ -70,11 +70,13 @@ def _select(*, values: Tensor, lengths: Tensor, indices: Tensor, weights: Tensor
 class _PretendedGPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if func == _DEVICE:
+        if func == _ATTRIBUTES.device.__get__:
             return args[0].device if args[0].is_meta else _mark(args[0]) or GPU
-        if func in (_IS_CUDA, _IS_CPU):
-            return not args[0].is_meta and (_mark(args[0]) == CPU) == (func == _IS_CPU)
-        if func == _GRAD:
+        if func == _ATTRIBUTES.is_cuda.__get__:
+            return not args[0].is_meta and _mark(args[0]) != CPU
+        if func == _ATTRIBUTES.is_cpu.__get__:
+            return not args[0].is_meta and _mark(args[0]) == CPU
+        if func == _ATTRIBUTES.grad.__get__:
             gradient = func(*args)
             return None if gradient is None else _marked(gradient, _mark(args[0]))
         if func in (Tensor.numpy, Tensor.__array__) and _mark(args[0]) == GPU:
@@ -118,6 +120,36 @@ class _PretendedGPU(TorchFunctionMode):
         return made
 
 
+def _on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Pretends in ``call`` too, which autograd calls in a backward pass, where no mode is active; marks gradients."""
+
+    @functools.wraps(call)
+    def run(*args: Any) -> Any:
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, Tensor) and _mark(leaf) is None:
+                _marked(leaf, GPU)
+        # A backward function may start another backward pass; a mode inside a mode would put new tensors on the CPU.
+        with nullcontext() if torch._C._len_torch_function_stack() else _PretendedGPU():
+            return call(*args)
+
+    return run
+
+
+def _in_backward_passes(stack: ExitStack) -> None:
+    """Pretends in the backward passes of functions, hooks of tensors on the GPU, DDP's hooks and final callbacks."""
+    function, engine = torch.autograd.function.BackwardCFunction, torch.autograd.Variable._execution_engine
+    stack.enter_context(patch.object(function, "apply", _on_gpu(function.apply)))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        register = getattr(Tensor, name)
+        hooked = lambda t, hook, register=register: register(t, hook if _mark(t) == CPU else _on_gpu(hook))  # noqa: E731
+        stack.enter_context(patch.object(Tensor, name, hooked))
+    communicate = DistributedDataParallel.register_comm_hook
+    told = lambda model, state, hook: communicate(model, state, _on_gpu(hook))  # noqa: E731
+    stack.enter_context(patch.object(DistributedDataParallel, "register_comm_hook", told))
+    last = SimpleNamespace(run_backward=engine.run_backward, queue_callback=lambda c: engine.queue_callback(_on_gpu(c)))
+    stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", last))
+
+
 @functools.wraps(fbgemm.SplitTableBatchedEmbeddingBagsCodegen.__init__)
 def _on_cpu(tables: Any, embedding_specs: Any, *args: Any, **kwargs: Any) -> None:
     """Makes FBGEMM's tables on the CPU, and marks them."""
@@ -139,11 +171,17 @@ def pretended_gpu() -> Iterator[None]:
     found: Any = {name: lambda *_, value=value: value for name, value in values.items()}
     found |= {name: MagicMock() for name in ("set_device", "set_rng_state", "synchronize", "Event", "Stream")}
     found |= {name: MagicMock() for name in ("stream", "device", "manual_seed_all")}
-    with (
-        patch.multiple(torch.cuda, **found),
-        patch.object(torch, "get_device_module", lambda _=None: torch.cuda),
-        patch.object(Tensor, "record_stream", lambda *_: None),
-        patch.object(fbgemm.SplitTableBatchedEmbeddingBagsCodegen, "__init__", _on_cpu),
-        _PretendedGPU(),
-    ):
+    from_numpy, make_future = torch.from_numpy, torch.futures.Future.__init__
+    with ExitStack() as stack:
+        for change in (
+            patch.multiple(torch.cuda, **found),
+            patch.object(torch, "get_device_module", lambda _=None: torch.cuda),
+            patch.object(torch, "from_numpy", lambda array: _marked(from_numpy(array), CPU)),  # in threads, too
+            patch.object(torch.futures.Future, "__init__", lambda future, **_: make_future(future)),
+            patch.object(Tensor, "record_stream", lambda *_: None),
+            patch.object(fbgemm.SplitTableBatchedEmbeddingBagsCodegen, "__init__", _on_cpu),
+        ):
+            stack.enter_context(change)
+        _in_backward_passes(stack)
+        stack.enter_context(_PretendedGPU())
         yield

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,33 @@ def test_a_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
                 mix()
         with pytest.raises(MixedDevicesError, match="numpy of a tensor on a GPU"):
             on_gpu.numpy()
+        with pytest.raises(MixedDevicesError, match="mixes devices"):
+            torch.from_numpy(np.arange(3)) + on_gpu
+
+
+@pytest.mark.parametrize("place", ["backward", "register_hook", "register_post_accumulate_grad_hook"])
+def test_a_pretended_gpu_refuses_it_in_backward_passes(place: str) -> None:
+    def mixed(gradient: torch.Tensor) -> None:
+        assert gradient.is_cuda
+        gradient + torch.zeros(3)
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            if place == "backward":
+                mixed(gradients[0])
+            return gradients[0]
+
+    with pretended_gpu():
+        weight = torch.zeros(3, device="cuda", requires_grad=True)
+        if place != "backward":
+            getattr(weight, place)(mixed)
+        with pytest.raises(MixedDevicesError, match="add mixes devices"):
+            Same.apply(weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def on_pretended_gpu(rank: int, cases: Sequence[Case]) -> list[Worst]:
