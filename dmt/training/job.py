@@ -31,7 +31,6 @@ __all__ = [
     "Job",
     "check_table_optimizer",
     "crossing_costs",
-    "data_cache",
     "make_job",
     "open_job",
     "open_tables",
@@ -174,7 +173,10 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
 
     Raises `InputError` if the data cannot be read or do not fit the config.
     """
-    data = data or ClickData(config.data, cache=data_cache(config.train.output_dir))
+    output = Path(config.train.output_dir)
+    # A demo's runs share a folder beside theirs. Their own comes first: `dmt score` may have made the shared one later.
+    is_shared = (output.parent / PREPARED).is_dir() and not (output / PREPARED).is_dir()
+    data = data or ClickData(config.data, cache=(output.parent if is_shared else output) / PREPARED)
     tables = tables_of(
         data.columns,
         embedding_dim=config.model.embedding_dim,
@@ -182,13 +184,6 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
         data_type="FP16" if config.sharding.table_precision == "fp16" else "FP32",
     )
     return data, tables
-
-
-def data_cache(output_dir: str) -> Path:
-    """Returns the folder for rows that must be prepared: in a run's output, or beside it if a demo's runs share it."""
-    in_output, shared = Path(output_dir) / PREPARED, Path(output_dir).parent / PREPARED
-    # The folder in the output comes first: `dmt score` may have made the shared one later.
-    return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
 def _in_towers(

@@ -78,10 +78,12 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
     columns |= {"label": pa.array([i % 3 == 0 for i in range(200)]).cast("int8"), "d_x": np.arange(200.0)}
     pq.write_table(pa.table(columns), data)
     settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
+    (tmp_path / "prepared-cache").mkdir()  # as `dmt score` leaves it
     result = dmt("demo", "--data", data, "--out", out, "--json", *settings)
     assert list(json.loads(result.stdout)) == ["dlrm", "dmt-dlrm"]
     assert sorted(TowerPlan.load(out / "towers.json").features) == names
     assert (out / "report.html").stat().st_size > 10_000
+    assert [len(list(path.glob("[0-9a-f]*"))) for path in sorted(tmp_path.rglob("prepared-cache"))] == [1, 0]
 
 
 def test_the_demo_tells_formats_and_prepared_folders_apart(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_tom
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import MANIFEST, expand_path, format_of
 from dmt.training.data.raw import schema_of
-from dmt.training.job import open_job
+from dmt.training.job import PREPARED, open_job
 from dmt.training.preflight import check_rows, checked_model
 from dmt.training.records import quality_warnings, read_result
 from dmt.training.report.page import plot_curves, write_report
@@ -60,6 +60,8 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
             "to dmt-dlrm, dmt-dlrm-products or dmt-dcn, without model.factory."
         )
+    if first.data.train_path:  # else a folder beside `out` would be used, which the two runs do not look for
+        (out / PREPARED).mkdir(parents=True, exist_ok=True)
     job = open_job(first)
     checked_model(job)
     given = data or first.data.source or first.data.prepared or first.data.train_path
