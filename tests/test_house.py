@@ -191,7 +191,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_899, 132),  # 20_500, 136
+    "the library": (25_896, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
     "dmt/plan": (754, 5),  # 600, 5
     "dmt/sharding": (2_023, 10),  # 1_750, 10
@@ -201,11 +201,11 @@ CEILINGS = {
     "dmt/simulator": (838, 4),  # 800, 5
     "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (603, 4),  # 600, 4
-    "dmt/training": (11_594, 54),  # 7_800, 50
+    "dmt/training": (11_591, 54),  # 7_800, 50
     "partitioner": (2_830, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_477, 32),  # 5_600, 36
-    "tests": (22_721, 120),  # 20_000, 115
+    "tests": (22_723, 120),  # 20_000, 115
 }
 
 
