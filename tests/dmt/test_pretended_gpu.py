@@ -63,7 +63,7 @@ def test_a_pretended_gpu_refuses_it_in_backward_passes(place: str) -> None:
         if place != "backward":
             getattr(weight, place)(mixed)
         with pytest.raises(MixedDevicesError, match="add mixes devices"):
-            Same.apply(weight).sum().backward()  # type: ignore[no-untyped-call]
+            Same.apply(weight).sum().backward()
 
 
 def on_pretended_gpu(rank: int, cases: Sequence[Case]) -> list[Worst]:
