@@ -153,7 +153,7 @@ def start_exchange(
         The handle, and a tensor [size] from each group rank, filled after ``wait()``; the rank's own is ``sent[rank]``.
     """
     rank = group.rank()
-    if is_in_one(sent[rank]):
+    if uses_all_to_all(sent[rank]):
         counts = [len(part) if other != rank else 0 for other, part in enumerate(sent)]
         expected = [size if other != rank else 0 for other, size in enumerate(sizes)]
         inputs = torch.cat([part for other, part in enumerate(sent) if other != rank])
@@ -180,7 +180,7 @@ def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def is_in_one(tensor: Tensor) -> bool:
+def uses_all_to_all(tensor: Tensor) -> bool:
     """Returns whether `start_exchange` uses one all-to-all on the device of ``tensor``, not one message per rank."""
     return tensor.device.type != "cpu"
 

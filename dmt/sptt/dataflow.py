@@ -69,7 +69,7 @@ class SPTTContext(Multistreamable):
     ids_B: KeyedJaggedTensor | None = None
     """Ids of the batch before any encoding, so that they can be sent again."""
     encoder: RowEncoder | None = None
-    """The module's encoder at the time when the ids were sent."""
+    """The module's encoder when the ids were sent."""
     code: RowCode | None = None
     """The rows that were sent instead of samples; None where every sample is a row."""
     parts: list[Rows] = field(default_factory=list)
@@ -195,7 +195,7 @@ class SPTTModule(TowerState):
         ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
         started = exchange(sent_B if ctx.code is None else ctx.code.ids)
         # A train pipeline waits for the sizes and for the ids of this batch while the previous batch computes.
-        ctx.request = self._route.carry_on(started, ctx)
+        ctx.request = self._route.forward_ids(started, ctx)
         return ctx.request
 
     def _note_rows(self, ctx: SPTTContext, ids_P: KeyedJaggedTensor) -> KeyedJaggedTensor:

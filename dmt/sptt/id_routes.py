@@ -180,7 +180,7 @@ class PeerIdRoute:
         """Makes the id exchange for batches with the keys ``input_features``."""
         return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
 
-    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
+    def forward_ids(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Forwards the ids of a started exchange inside the tower (SPTT step a) once they have arrived.
 
         Two hops need four waits (sizes and ids of each), but a train pipeline waits only twice: for the ids of hop 1
@@ -229,7 +229,7 @@ class GlobalIdRoute(PeerIdRoute):
         self._counts = [[len(of_lookup) for of_lookup in of_collection] for of_collection in features]
         """Number of features of each lookup of each collection."""
 
-    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
+    def forward_ids(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Splits the ids of a started exchange by lookup once they have arrived; they need no second hop."""
         sizes = KJTListSplitsAwaitable([started], ctx)
 

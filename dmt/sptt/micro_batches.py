@@ -137,7 +137,7 @@ class MicroBatches:
         return _join(outputs, sizes, owner)
 
     def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
-        """Refuses pairwise scores of samples, whose shape is valid if all micro-batches have ``size`` samples.
+        """Refuses pairwise scores of samples; their shape looks right if all micro-batches have ``size`` samples.
 
         A row of such scores has gradients with respect to the embeddings of other samples. These gradients are computed
         once, and only for outputs [size, size, ...].

@@ -92,7 +92,7 @@ class TowerOutput(NamedTuple):
 # Not in rows.py, which imports this file.
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows of one part of a batch: T peers, G groups; features of a group have the same number of rows."""
+    """How many rows one part of a batch has: T peers, G groups; the features of a group have equally many."""
 
     arrived: list[list[int]]
     """[T][G], number of rows from each peer for each group of this rank's tower."""

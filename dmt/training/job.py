@@ -191,7 +191,7 @@ def _in_towers(
 ) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
     """Checks the config's tower plan against the uncut tables; returns the plan (flat dataflow: None) and the tables.
 
-    `_as_vectors` sets the columns of returned tables outside towers, and `_with_sequences` sets ``is_sequence``.
+    `_narrowed_outside` sets the columns of returned tables outside towers, and `_with_sequences` sets ``is_sequence``.
 
     Raises:
         InputError: the plan file cannot be read, or does not fit the tables, their sequences or FBGEMM's kernels; there
@@ -201,7 +201,7 @@ def _in_towers(
         return None, tables
     place = f"towers.plan={config.towers.plan!r}"
     try:
-        plan = _dealt(config, tables, data) or TowerPlan.load(config.towers.plan)
+        plan = _built_in_plan(config, tables, data) or TowerPlan.load(config.towers.plan)
         for feature, widths in plan.column_splits.items():
             if any(width % 4 for width in widths):
                 raise InputError(
@@ -212,9 +212,9 @@ def _in_towers(
             place += f", towers.outside={given if isinstance(given, str) else shorten(given, ', ')}"
             outside = dict.fromkeys(_outside(config, plan, tables, data))
             inside = [table for table in tables if not outside.keys() >= set(table.feature_names)]
-            plan = _dealt(config, inside, data) or plan
+            plan = _built_in_plan(config, inside, data) or plan
             plan = plan.moved_outside(outside)
-        tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
+        tables, dim = _narrowed_outside(config, tables, plan.outside), config.model.outside_dim
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
             raise InputError(
                 f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels need a multiple "
@@ -269,7 +269,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         return list(wanted)
     if plan.outside:
         return []
-    vectors, dim = _as_vectors(config, split_tables(tables, cut), features), config.model.outside_dim
+    vectors, dim = _narrowed_outside(config, split_tables(tables, cut), features), config.model.outside_dim
     ruled = rules_by_name(config.sharding.tables, [table.name for table in vectors])
     free = {
         table.name
@@ -285,7 +285,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
     return [name for table in tables if table.name in chosen for name in table.feature_names]
 
 
-def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
+def _narrowed_outside(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
     """Returns the tables; those outside towers have as many columns as the vectors that they interact with."""
     dim, outside = config.model.outside_dim, set(outside)
     named = rules_by_name(config.model.embedding_dims, feature_names(tables))
@@ -315,7 +315,7 @@ def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCo
     )
 
 
-def _dealt(config: TrainingConfig, tables: Sequence[TableSpec], data: ClickData | None) -> TowerPlan | None:
+def _built_in_plan(config: TrainingConfig, tables: Sequence[TableSpec], data: ClickData | None) -> TowerPlan | None:
     """Returns the strided or balanced plan of the tables, or None if the config names a file."""
     if config.towers.plan == "balanced":
         costs = crossing_costs(config, data)

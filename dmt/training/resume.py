@@ -55,7 +55,7 @@ _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 _SAME_RUN = ("data.", "train.seed:")
 # Settings that change the training, but not the model or the rows: changes are printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:", "train.dense_reduce:")
-# Another evaluation set: printed, too.
+# A run may be evaluated on other rows: this change is printed, too.
 _EVALUATION = "data.eval_path: '"
 
 

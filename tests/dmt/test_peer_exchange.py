@@ -79,7 +79,7 @@ def check_several_at_once(exchange: PeerExchange, rank: int) -> None:
 def test_rows_go_to_their_samples_and_gradients_come_back(rank: int, in_one: bool) -> None:
     calls: list[Tensor] = []
     exchange = PeerExchange(dist.group.WORLD, WIDTHS)
-    with patch.object(dmt.collectives, "is_in_one", lambda tensor: calls.append(tensor) or in_one):
+    with patch.object(dmt.collectives, "uses_all_to_all", lambda tensor: calls.append(tensor) or in_one):
         for step, sizes in enumerate(BATCHES):
             check(exchange, rank, step, sizes)
         assert get_gradient_division(), "TorchRec divides unless told otherwise"
