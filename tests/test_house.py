@@ -191,11 +191,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_896, 132),  # 20_500, 136
+    "the library": (25_892, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
     "dmt/plan": (754, 5),  # 600, 5
     "dmt/sharding": (2_023, 10),  # 1_750, 10
-    "dmt/sptt": (3_468, 17),  # 2_900, 18
+    "dmt/sptt": (3_464, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
     "dmt/hot_rows": (944, 6),  # 900, 6
     "dmt/simulator": (838, 4),  # 800, 5

@@ -61,7 +61,7 @@ class CollectiveRates:
 
         Example:
             >>> rates = CollectiveRates(
-            ...     latency_s=0.0, uplink_bytes_per_s=4.0, host_bytes_per_s=8.0, host_by_ranks={2: 1.0, 8: 0.5}
+            ...     latency_s=0.0, uplink_bytes_per_s=4.0, host_bytes_per_s=8.0, host_by_ranks={8: 0.5, 2: 1.0}
             ... )
             >>> rates.host_rate(4)
             6.0
