@@ -175,6 +175,7 @@ def pretended_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for change in (
             patch.multiple(torch.cuda, **found),
+            patch.object(torch.accelerator, "current_stream", lambda *_: SimpleNamespace(is_capturing=lambda: False)),
             patch.object(torch, "get_device_module", lambda _=None: torch.cuda),
             patch.object(torch, "from_numpy", lambda array: _marked(from_numpy(array), CPU)),  # in threads, too
             patch.object(torch.futures.Future, "__init__", lambda future, **_: make_future(future)),
