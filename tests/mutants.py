@@ -89,7 +89,7 @@ numbers.to(ids.device()).unsqueeze => numbers.unsqueeze
 ## dmt/hot_rows/touched_sum.py :: tests/dmt/test_pretended_gpu.py
 dtype=torch.uint8, device=bits.device) => dtype=torch.uint8)
 ## dmt/hot_rows/copies.py :: tests/dmt/test_pretended_gpu.py
-sizes.nonzero().flatten().to(self._device) => sizes.nonzero().flatten()
+(sizes.cumsum(0) - sizes).to(self._device) => (sizes.cumsum(0) - sizes)
 ## dmt/sharding/data_parallel.py :: tests/dmt/test_pretended_gpu.py
 dtype=torch.float32, device=device) => dtype=torch.float32)
 ## dmt/training/agreement.py :: tests/dmt/test_pretended_gpu.py
