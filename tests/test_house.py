@@ -191,11 +191,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_892, 132),  # 20_500, 136
+    "the library": (25_897, 132),  # 20_500, 136
     "dmt/*.py": (1_065, 7),  # 800, 8
-    "dmt/plan": (754, 5),  # 600, 5
+    "dmt/plan": (755, 5),  # 600, 5
     "dmt/sharding": (2_023, 10),  # 1_750, 10
-    "dmt/sptt": (3_464, 17),  # 2_900, 18
+    "dmt/sptt": (3_468, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
     "dmt/hot_rows": (944, 6),  # 900, 6
     "dmt/simulator": (838, 4),  # 800, 5
@@ -205,7 +205,7 @@ CEILINGS = {
     "partitioner": (2_830, 12),  # 2_800, 14
     "models": (1_320, 8),  # 1_000, 7
     "benchmarks": (5_477, 32),  # 5_600, 36
-    "tests": (22_724, 120),  # 20_000, 115
+    "tests": (22_726, 120),  # 20_000, 115
 }
 
 

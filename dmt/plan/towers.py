@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from dmt.errors import InputError, check_instance, did_you_mean
@@ -147,8 +148,8 @@ class TowerPlan:
             max_tower_bytes: bytes for which a tower has room.
 
         Raises:
-            InputError: there are fewer tables than towers, two tables have the same feature or name, ``rows`` lacks a
-                table or has a negative number or NaN, or an argument has the wrong type.
+            InputError: there are fewer tables than towers, two tables have the same feature or name, ``rows`` or
+                ``num_bytes`` lacks a table or has a negative number or NaN, or an argument has the wrong type.
 
         Example:
             >>> rows = {"ad": 900, "user": 1000, "hour": 24, "site": 150}
@@ -162,14 +163,14 @@ class TowerPlan:
         if len(tables) < num:
             raise InputError(f"num_towers={num} must be at most the number of tables, {len(tables)}. Use fewer towers.")
         counts = {table.name: len(table.feature_names) for table in tables} if rows is None else rows
-        for table in tables:
-            if not counts.get(table.name, math.nan) >= 0:
+        sizes = {table.name: table.num_bytes for table in tables} if num_bytes is None else num_bytes
+        for table, (key, given) in product(tables, {"rows": counts, "num_bytes": sizes}.items()):
+            if not given.get(table.name, math.nan) >= 0:
                 raise InputError(
-                    f"TowerPlan.balanced: rows[{table.name!r}] is {counts.get(table.name, 'missing')}. Give a number "
+                    f"TowerPlan.balanced: {key}[{table.name!r}] is {given.get(table.name, 'missing')}. Give a number "
                     "of at least 0 for every table."
                 )
         loads = {table.name: counts[table.name] * table.embedding_dim for table in tables}
-        sizes = {table.name: table.num_bytes for table in tables} if num_bytes is None else num_bytes
         towers: list[list[str]] = [[] for _ in range(num)]
         sums, filled = [0.0] * num, [0.0] * num
         for table in sorted(tables, key=lambda table: -loads[table.name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -129,8 +130,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     an ``EmbeddingCollection``, its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
     of lengths, columns] values. The module returns [P, O] for P samples of all peers.
 
-    Sharding raises `InputError` if towers have weighted and unweighted bags, or a parameter in common across mesh
-    towers; or, with ``unique``, if a tower module has batch norm or dropout.
+    Sharding raises `InputError` if towers have tables of one name, weighted and unweighted bags, or a parameter in
+    common across mesh towers; or, with ``unique``, if a tower module has batch norm or dropout.
 
     Args:
         mesh: the process groups of this job.
@@ -238,6 +239,9 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
                     f"Towers {other} and {i} share the parameter {name!r}, but live on different mesh towers, where "
                     "their copies would drift apart. Do not share it, or place both towers on one mesh tower."
                 )
+    names = Counter(table.name for tower in module.towers for table in table_configs(tower.embedding))
+    if doubled := [name for name, count in names.items() if count > 1]:
+        raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
 
 
 def _materialize(module: nn.Module, device: torch.device) -> nn.Module:

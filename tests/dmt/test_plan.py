@@ -63,6 +63,8 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     for rows_of_z, shown in (({}, "missing"), ({"z": math.nan}, "nan"), ({"z": -1.0}, "-1.0")):
         with pytest.raises(InputError, match=rf"rows\['z'\] is {shown}"):
             TowerPlan.balanced(wide, two, rows=dict.fromkeys("wxy", 1.0) | rows_of_z)
+    with pytest.raises(InputError, match=r"num_bytes\['x'\] is missing"):
+        TowerPlan.balanced(wide, two, num_bytes={"w": 1.0})
 
 
 def test_round_trip(tmp_path: Path) -> None:
