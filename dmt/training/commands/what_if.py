@@ -73,7 +73,7 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
     if len(shown) > 1 and shown[-1].seconds - shown[0].seconds < 1e-7:
         lines.append("All alternatives take the minimum time of a step (step_s); a larger batch would tell them apart.")
     elif shown:
-        is_other = shown[0].compression_ratio != current.compression_ratio
-        lines.append(f"Fastest: {' '.join(shown[0].overrides)}{' (another AUC: docs/quality.md)' * is_other}")
+        remark = "" if shown[0].compression_ratio == current.compression_ratio else " (another AUC: docs/quality.md)"
+        lines.append(f"Fastest: {' '.join(shown[0].overrides)}{remark}")
     headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed", "fullest rank"]
     return Shown(record, headers, rows, title, range(1, len(headers)), lines)

@@ -329,7 +329,7 @@ def _write(
             # Compressed files would be a tenth smaller, and reading slower by a quarter.
             writer = pq.ParquetWriter(path, schema, compression="none", write_page_checksum=True)
             files[part] = stack.enter_context(writer)
-        bar = stack.enter_context(progress_bar(initial=0, total=100, enabled=True, desc="prepare", unit="%"))
+        bar = stack.enter_context(progress_bar(total=100, desc="prepare", unit="%"))
         for part, table, share in rows:
             num_rows[part] += table.num_rows
             waiting[part] = pa.concat_tables([waiting[part], table])
